@@ -1,0 +1,75 @@
+"""One run folder for all ranks, chosen once by rank 0, and used by one launch at a time."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import time
+from pathlib import Path
+from typing import IO
+
+from omegaconf import DictConfig
+
+from adabatch import distributed
+from adabatch.config.compose import ConfigError
+
+
+def choose(config: DictConfig) -> Path:
+    """The run folder of this launch, made where it is new: the same on every rank.
+
+    Raises:
+        ConfigError: on every rank, when ``run_folder`` already holds a run and ``resume`` does not name it.
+    """
+    chosen: dict[str, str] = {}
+    if distributed.rank() == 0:
+        try:
+            chosen = {"folder": str(_make(config))}
+        except (OSError, ConfigError) as error:
+            chosen = {"error": f"no run folder: {error}"}
+    chosen = distributed.agree(chosen)
+    if "error" in chosen:
+        raise ConfigError(chosen["error"])
+    return Path(chosen["folder"])
+
+
+def lock(folder: Path) -> IO[str]:
+    """Hold ``folder`` for this launch until the returned file is closed or the process ends.
+
+    Raises:
+        ConfigError: when another launch holds it, naming that one's host and process.
+    """
+    file = open(folder / "lock", "a+", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.seek(0)
+        holder = file.read().strip() or "another process"
+        file.close()
+        raise ConfigError(f"{folder} is in use by {holder}; wait for it, or choose another run_folder") from None
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}")
+    file.flush()
+    return file
+
+
+def _make(config: DictConfig) -> Path:
+    if config.resume is not None:
+        return Path(config.resume).absolute()
+    if config.run_folder is not None:
+        folder = Path(config.run_folder).absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        if (folder / "metrics.jsonl").exists():
+            raise ConfigError(f"{folder} already holds a run; go on with it by resume={folder}, or name another")
+        return folder
+    runs = Path(config.runs).absolute()
+    runs.mkdir(parents=True, exist_ok=True)
+    name = f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for attempt in range(1, 1000):
+        folder = runs / (name if attempt == 1 else f"{name}-{attempt}")
+        try:
+            folder.mkdir()
+            return folder
+        except FileExistsError:
+            continue
+    raise ConfigError(f"{runs} holds too many runs of {name}")

@@ -1,0 +1,128 @@
+"""Going on with a run: its saved configuration, with what this launch changes, and what it may not change.
+
+The values that a run was started with are its snapshot, not the YAML files of today. A resumed launch names only what
+it changes; the difference that its overrides make to the composed configuration is laid over the snapshot.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from adabatch.config.compose import ConfigError, compose, plain, require_complete
+
+SNAPSHOT = "config.yaml"
+LAUNCHES = "launches.json"
+
+# Another data set, order or model would make the checkpoint mean something else.
+FIXED_GROUPS = ("data.", "model.")
+FIXED_KEYS = ("order_seed", "optimizer.name")
+# Where a launch runs and what it is asked to do are not part of the run.
+LAUNCH_KEYS = ("resume", "run_folder", "runs", "name", "job", "device", "threads", "workers")
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One key that differs between a run and the launch that goes on with it."""
+
+    key: str
+    old: Any
+    new: Any
+    outcome: str = "applied"
+
+
+def save_snapshot(folder: Path, config: Mapping[str, Any], launch: Mapping[str, Any]) -> None:
+    """Write the resolved configuration and append this launch; earlier snapshots are kept, numbered."""
+    snapshot = folder / SNAPSHOT
+    launches = read_launches(folder) if (folder / LAUNCHES).exists() else []
+    if snapshot.exists():
+        os.replace(snapshot, folder / f"config.{len(launches)}.yaml")
+    snapshot.write_text(OmegaConf.to_yaml(OmegaConf.create(dict(config))), encoding="utf-8")
+    (folder / LAUNCHES).write_text(json.dumps([*launches, dict(launch)], indent=2) + "\n", encoding="utf-8")
+
+
+def read_launches(folder: Path) -> list[dict[str, Any]]:
+    """The program, arguments and overrides of every launch of a run, first to last."""
+    try:
+        launches = json.loads((folder / LAUNCHES).read_text(encoding="utf-8"))
+        snapshot_there = (folder / SNAPSHOT).is_file()
+    except (FileNotFoundError, NotADirectoryError):
+        raise ConfigError(f"{folder} is no run folder: it has no {LAUNCHES}") from None
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{folder / LAUNCHES} is not readable as JSON: {error}") from None
+    if not snapshot_there or not isinstance(launches, list) or not launches:
+        raise ConfigError(f"{folder} is no complete run folder: {SNAPSHOT} or the launches are missing")
+    return launches
+
+
+def resumed(name: str, folder: Path, arguments: Sequence[str]) -> tuple[DictConfig, list[Change], list[str]]:
+    """The configuration under which the run in ``folder`` goes on.
+
+    Args:
+        name: the root configuration of the program, which must be the run's own.
+        folder: the run folder.
+        arguments: this launch's overrides, ``resume=`` among them.
+
+    Returns:
+        The configuration, what changed against the snapshot, and the overrides that make it up from now on.
+
+    Raises:
+        ConfigError: when the folder is no run of this program, or when something changed that cannot change.
+    """
+    last = read_launches(folder)[-1]
+    if last["config"] != name:
+        raise ConfigError(f"{folder} is a run of the program {last['config']!r}, and this is {name!r}")
+    added = [argument for argument in arguments if not argument.startswith("resume=")]
+    overrides = [*last["overrides"], *added]
+    before, config = _flat(compose(name, last["overrides"])), compose(name, overrides)
+    after = _flat(config)
+    snapshot = _flat(OmegaConf.load(folder / SNAPSHOT))
+    for key, value in after.items():
+        if before.get(key, _ABSENT) == value and key in snapshot and key not in LAUNCH_KEYS:
+            OmegaConf.update(config, key, snapshot[key])
+    changes = list_changes(snapshot, _flat(config))
+    refuse_fixed(changes)
+    require_complete(config)
+    return config, changes, overrides
+
+
+def list_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
+    """The keys whose values differ, those of the launch itself left out."""
+    keys = [key for key in sorted({*old, *new}) if key not in LAUNCH_KEYS]
+    return [Change(key, old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)]
+
+
+def refuse_fixed(changes: Sequence[Change]) -> None:
+    """Raise for changes that would make the checkpoint mean something else."""
+    fixed = [change for change in changes if change.key in FIXED_KEYS or change.key.startswith(FIXED_GROUPS)]
+    if fixed:
+        listed = "; ".join(f"{change.key}: {change.old!r} -> {change.new!r}" for change in fixed)
+        raise ConfigError(
+            f"a resumed run cannot change {listed}. Its model, data set, sample order and kind of optimizer are "
+            f"those of the checkpoint: leave these keys out, or start a new run"
+        )
+
+
+def as_records(changes: Sequence[Change]) -> list[dict[str, Any]]:
+    """The changes as plain data, for the ledger and the log."""
+    return [asdict(change) for change in changes]
+
+
+def _flat(config: DictConfig, prefix: str = "") -> dict[str, Any]:
+    data = plain(config) if isinstance(config, DictConfig) else config
+    flat: dict[str, Any] = {}
+    for key, value in data.items():
+        if isinstance(value, dict):
+            flat.update(_flat(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+_ABSENT = object()

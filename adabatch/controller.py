@@ -1,0 +1,448 @@
+"""The one stateful joint: plan a step, then commit what happened.
+
+``plan()`` says which samples the next step takes, how they are split and at which scales; ``commit(plan, measurement)``
+records the step in the ledger, takes the measurement in, and decides the next batch when a decision is due. A crash
+between the two is a plan that never happened.
+
+Due dates depend on sample counts only, so all ranks reach a decision at the same step. Measurements are handed over
+unread and are read, in order, when a decision is due: on the other steps the host does not wait for the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from adabatch import plan as planning
+from adabatch.ledger import Decision, Ledger
+from adabatch.noise import Estimate, Measurement, NoiseEstimator
+from adabatch.plan import BatchLimits, BatchPlan
+from adabatch.policies import Damping, Policy, Proposal, Replay, Situation, Wanted, supported_scale
+from adabatch.progress import Budget, Progress
+from adabatch.scaling import Scaling
+from adabatch.schedules import Schedule
+
+STATE_VERSION = 1
+# The smallest batch that a closed-loop policy may use: one sample alone has nothing to be compared with.
+FEWEST_MEASURABLE = 2
+
+
+class Readable(Protocol):
+    """A measurement that may still be on the device; ``read`` may wait for it."""
+
+    def read(self) -> Measurement: ...
+
+
+class TooManySkipped(RuntimeError):
+    """Several windows in a row had a gradient that was not finite."""
+
+
+@dataclass(slots=True)
+class Controller:
+    """Plans every step and decides the global batch.
+
+    Args:
+        policy: which batch is wanted (``adabatch.policies``).
+        limits: world size, micro-batch and bounds.
+        start_batch: global batch of the first step, for policies that do not name it themselves.
+        noise: the estimator, or ``None`` to measure nothing.
+        scaling: the rule by which learning rate and companions move, or ``None`` for no scaling.
+        schedule: learning-rate schedule.
+        damping: gates for closed-loop policies.
+        budget: when the run is done.
+        tokens_per_sample: tokens of each sample where they are equal; otherwise tokens are the loss weights, which
+            are read with the measurements, and what depends on tokens knows those of the last due date.
+        decide_every: steps between two decisions; a decision reads the measurements from the device.
+        max_skipped: windows in a row with a non-finite gradient that end the run.
+        agree: gives every rank what rank 0 passes in (plain JSON data); the identity on one rank.
+
+    Raises:
+        ValueError: when a batch that the policy names cannot be made within the limits, when a closed-loop policy has
+            nothing to measure with, or when a schedule in tokens has no ``tokens_per_sample``.
+    """
+
+    policy: Policy
+    limits: BatchLimits
+    start_batch: int | None = None
+    noise: NoiseEstimator | None = None
+    scaling: Scaling | None = None
+    schedule: Schedule = field(default_factory=Schedule)
+    damping: Damping = field(default_factory=Damping)
+    budget: Budget = field(default_factory=Budget)
+    tokens_per_sample: int | None = None
+    decide_every: int = 16
+    max_skipped: int = 5
+    agree: Callable[[Any], Any] = lambda value: value
+    ledger: Ledger = field(default_factory=Ledger, init=False)
+    progress: Progress = field(default_factory=Progress, init=False)
+    batch: int = field(default=0, init=False)
+    _estimate: Estimate | None = field(default=None, init=False)
+    _noise_state: dict[str, Any] | None = field(default=None, init=False)
+    _policy_state: Mapping[str, Any] = field(default_factory=dict, init=False)
+    _recorded_scale: float | None = field(default=None, init=False)
+    _changed_at: int = field(default=0, init=False)
+    _due_at: int = field(default=0, init=False)
+    _accounted: int = field(default=0, init=False)
+    _tokens_when_due: int = field(default=0, init=False)
+    _skipped_in_a_row: int = field(default=0, init=False)
+    _unread: list[tuple[int, Readable]] = field(default_factory=list, init=False)
+    _plan: BatchPlan | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        if self.decide_every < 1 or self.max_skipped < 1:
+            raise ValueError(
+                f"decide_every and max_skipped must be at least 1, got {self.decide_every} and {self.max_skipped}"
+            )
+        if self.policy.closed_loop and self.noise is None:
+            raise ValueError(f"policy {self.policy.name} follows the noise scale, and noise=None measures none")
+        if self.schedule.unit == "tokens" and self.tokens_per_sample is None:
+            raise ValueError("a learning-rate schedule in tokens needs tokens_per_sample; give its lengths in samples")
+        for batch in self.policy.batches:
+            self.limits.require(batch, f"a batch of policy {self.policy.name}")
+        self._noise_state = self.noise.init() if self.noise else None
+        self._policy_state = self.policy.init()
+        self.batch = self._first_batch()
+        self._due_at = planning.samples_in(self.decide_every, self.batch)
+        self._require_measurable()
+
+    # -- the two verbs
+
+    def plan(self) -> BatchPlan:
+        """The next step; the same object until it is committed.
+
+        Raises:
+            RuntimeError: when the run is done.
+            ValueError: when a new run's ``start_batch`` cannot be made within the limits.
+        """
+        if self._plan is None:
+            if self.done:
+                raise RuntimeError(f"the run is done at {self.progress}: there is no step to plan")
+            if self.progress.steps == 0 and not self.policy.exact:
+                self.limits.require(self.batch, "limits.start_batch")
+            batch = int(min(self.batch, self._left()))
+            self._plan = planning.split(
+                step=self.progress.steps,
+                first_sample=self.progress.samples,
+                global_batch=batch,
+                limits=self.limits,
+                measure=self.noise is not None and batch > 1,
+                schedule=self.schedule.value(self._schedule_position(batch)),
+                scales=self.scaling.scales(batch, self._scale_in_force()) if self.scaling else None,
+            )
+        return self._plan
+
+    def commit(self, plan: BatchPlan, measurement: Readable | None = None) -> Decision | None:
+        """Record that ``plan`` was carried out, and decide the next batch when a decision is due.
+
+        Returns:
+            The decision, or ``None`` when none was due.
+
+        Raises:
+            ValueError: when ``plan`` is not the current one.
+            TooManySkipped: when ``max_skipped`` windows in a row were not finite.
+        """
+        if plan is not self._plan:
+            raise ValueError(
+                f"commit() takes the plan of step {self.progress.steps} that plan() returned last, "
+                f"not one of step {plan.step}; commit each plan once, in order"
+            )
+        self._plan = None
+        self.ledger.record_step(plan.global_batch, partial=plan.global_batch < self.batch)
+        self.progress = self.progress.advance(
+            samples=plan.global_batch, tokens=plan.global_batch * (self.tokens_per_sample or 0)
+        )
+        if measurement is not None:
+            self._unread.append((plan.step, measurement))
+        return self._decide()
+
+    # -- what a caller may ask
+
+    @property
+    def done(self) -> bool:
+        """Whether the budget is used up."""
+        return self._left() <= 0
+
+    @property
+    def estimate(self) -> Estimate | None:
+        """The noise estimate as of the last decision or ``read``."""
+        return self._estimate
+
+    @property
+    def due(self) -> bool:
+        """Whether committing the current plan reads the device, to decide or to look for skipped windows.
+
+        An open-loop policy that changes the batch on another step reads it then, too.
+        """
+        return self.progress.samples + self.plan().global_batch >= self._due_at
+
+    def read(self) -> None:
+        """Take in all measurements handed over so far; waits for the device."""
+        if not self._unread:
+            return
+        while self._unread:
+            step, pending = self._unread.pop(0)
+            self._take_in(step, pending.read())
+        self._estimate = self._evaluate()
+
+    # -- saving and going on
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain JSON data; the ledger is saved beside it. Reads the device."""
+        self.read()
+        return {
+            "version": STATE_VERSION,
+            "progress": self.progress.to_dict(),
+            "batch": self.batch,
+            "noise": self._noise_state,
+            "policy": {"name": self.policy.name, "state": dict(self._policy_state)},
+            "recorded_scale": self._recorded_scale,
+            "changed_at": self._changed_at,
+            "due_at": self._due_at,
+            "accounted": self._accounted,
+            "tokens_when_due": self._tokens_when_due,
+            "skipped_in_a_row": self._skipped_in_a_row,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], ledger: Ledger) -> None:
+        """Go on from a saved state under this controller's own policy, limits and scaling.
+
+        A policy of another name begins with a fresh state; the batch becomes one that the new limits allow. The past
+        in the ledger stays as it is.
+
+        Raises:
+            ValueError: when the state is of another version, or contradicts the ledger.
+        """
+        if state.get("version") != STATE_VERSION:
+            raise ValueError(f"controller state has version {state.get('version')!r}, not {STATE_VERSION}")
+        progress = Progress(**state["progress"])
+        if (progress.steps, progress.samples) != (ledger.steps, ledger.samples):
+            raise ValueError(
+                f"the controller stopped at step {progress.steps}, sample {progress.samples}, but its ledger ends at "
+                f"step {ledger.steps}, sample {ledger.samples}"
+            )
+        self.ledger, self.progress = ledger, progress
+        self._noise_state = state["noise"] if self.noise and state["noise"] else self._noise_state
+        self._estimate = self._evaluate()
+        same_policy = state["policy"]["name"] == self.policy.name
+        self._policy_state = state["policy"]["state"] if same_policy else self.policy.init()
+        self._accounted = state["accounted"] if same_policy else progress.samples
+        self._recorded_scale = state["recorded_scale"]
+        self._changed_at = state["changed_at"]
+        self._tokens_when_due = state["tokens_when_due"]
+        self._skipped_in_a_row = state["skipped_in_a_row"]
+        self._unread, self._plan = [], None
+        self.batch, self._due_at = state["batch"], state["due_at"]
+        self._settle()
+
+    def splice(self, changes: Iterable[Mapping[str, Any]]) -> None:
+        """Note in the ledger that the run goes on from here under ``changes`` (key, old, new)."""
+        self.ledger.record_splice(changes)
+
+    # -- inside
+
+    def _settle(self) -> None:
+        """After a restore: take the batch that the present policy and limits allow."""
+        if self._follow_open_loop() is None and not self.policy.exact:
+            batch = self.limits.realise(self.batch)
+            if batch != self.batch:
+                reason = f"resumed under limits that cannot make {self.batch}: nearest {batch}"
+                self._record(batch, self.batch, "limits", reason, self._estimate_dict())
+        self._require_measurable()
+
+    def _first_batch(self) -> int:
+        wanted = self._want()
+        if wanted is not None:
+            return int(wanted.batch)
+        if self.start_batch is None:
+            raise ValueError(f"policy {self.policy.name} needs a start_batch")
+        return self.start_batch
+
+    def _require_measurable(self) -> None:
+        if self.policy.closed_loop and self.batch < FEWEST_MEASURABLE:
+            raise ValueError(
+                f"a global batch of {self.batch} is one group of samples, and the noise scale needs two to compare; "
+                f"set limits.start_batch and limits.max_batch to {FEWEST_MEASURABLE} or more"
+            )
+
+    def _schedule_position(self, batch: int) -> float:
+        """The middle of the coming window, in the schedule's unit."""
+        if self.schedule.unit == "samples":
+            return self.progress.samples + batch / 2
+        assert self.tokens_per_sample is not None
+        return self.progress.tokens + batch * self.tokens_per_sample / 2
+
+    def _known(self) -> Progress:
+        """The progress that plans and decisions go by: the same whenever somebody happened to read the device."""
+        if self.tokens_per_sample is not None:
+            return self.progress
+        return replace(self.progress, tokens=self._tokens_when_due)
+
+    def _left(self) -> float:
+        return self.budget.left(self._known(), self.tokens_per_sample)
+
+    def _want(self) -> Wanted | None:
+        return self.policy.value(
+            self._policy_state, progress=self._known(), batch=self.batch, estimate=self._estimate
+        )
+
+    def _evaluate(self) -> Estimate | None:
+        """The present estimate; ``None`` as long as there is none that can be decided by."""
+        estimate = self.noise.value(self._noise_state) if self.noise else None
+        if estimate is None or math.isnan(estimate.scale) or math.isnan(estimate.high):
+            return None
+        return estimate if all(map(math.isfinite, (estimate.signal, estimate.noise, estimate.low))) else None
+
+    def _take_in(self, step: int, measurement: Measurement) -> None:
+        if self.tokens_per_sample is None and math.isfinite(measurement.weight):
+            self.progress = replace(self.progress, tokens=self.progress.tokens + round(measurement.weight))
+        if not measurement.finite:
+            self._skip(step)
+            return
+        self._skipped_in_a_row = 0
+        if self.noise is not None:
+            self._noise_state = self.noise.update(self._noise_state, measurement)
+
+    def _skip(self, step: int) -> None:
+        self.ledger.record_skip(step)
+        self._skipped_in_a_row += 1
+        if self._skipped_in_a_row >= self.max_skipped:
+            raise TooManySkipped(
+                f"the gradient was not finite in {self._skipped_in_a_row} windows in a row, the last at step {step}; "
+                f"lower the learning rate, look for bad samples before sample {self.progress.samples}, or raise "
+                f"max_skipped={self.max_skipped}"
+            )
+
+    def _decide(self) -> Decision | None:
+        if not self.policy.closed_loop:
+            decision = self._follow_open_loop()
+            if decision is None and self.progress.samples < self._due_at:
+                return None
+            self.read()
+            self._mark_due()
+            return decision
+        if self.progress.samples < self._due_at:
+            return None
+        self.read()
+        return self._follow_closed_loop()
+
+    def _mark_due(self) -> None:
+        self._tokens_when_due = self.progress.tokens
+        self._due_at = self.progress.samples + planning.samples_in(self.decide_every, self.batch)
+
+    def _follow_open_loop(self) -> Decision | None:
+        wanted = None if self.policy.closed_loop else self._want()
+        if wanted is None:
+            return None
+        batch = int(wanted.batch) if self.policy.exact else self.limits.realise(wanted.batch)
+        if batch == self.batch:
+            return None
+        estimate = self._recorded_estimate()
+        return self._record(batch, wanted.batch, "schedule", wanted.reason, estimate)
+
+    def _follow_closed_loop(self) -> Decision:
+        self._account()
+        wanted = self._want()
+        proposal = self._propose(wanted)
+        batch = self._round(proposal) if proposal.held is None else self.batch
+        verdict = self.agree(
+            {
+                "batch": batch,
+                "wanted": _finite_or_none(wanted.batch) if wanted else None,
+                "kind": _kind(batch, self.batch, proposal),
+                "reason": _sentence(batch, self.batch, wanted, proposal),
+                "estimate": self._estimate_dict(),
+            }
+        )
+        decision = self._record(
+            verdict["batch"], verdict["wanted"], verdict["kind"], verdict["reason"], verdict["estimate"]
+        )
+        self._mark_due()
+        return decision
+
+    def _account(self) -> None:
+        """Tell the policy what the samples since the last decision were worth."""
+        samples, self._accounted = self.progress.samples - self._accounted, self.progress.samples
+        self._policy_state = self.policy.update(
+            self._policy_state, batch=self.batch, samples=samples, estimate=self._estimate
+        )
+
+    def _propose(self, wanted: Wanted | None) -> Proposal:
+        if wanted is None or self._estimate is None:
+            return Proposal(self.batch, held=("unmeasured", "nothing is measured yet"))
+        situation = Situation(
+            batch=self.batch,
+            samples_since_change=self.progress.samples - self._changed_at,
+            memory=self._estimate.memory,
+            warming_up=self._schedule_position(self.batch) < self.schedule.warmup,
+        )
+        return self.damping.propose(wanted, situation)
+
+    def _round(self, proposal: Proposal) -> int:
+        """The nearest batch that the ranks can make and measure, without overshooting where that can be helped."""
+        batch = self.limits.realise(max(proposal.batch, FEWEST_MEASURABLE))
+        below = self.limits.floor(min(proposal.most, batch))
+        return below if self.batch < below else batch
+
+    def _record(
+        self, batch: int, wanted: float | None, kind: str, reason: str, estimate: Mapping[str, Any] | None
+    ) -> Decision:
+        decision = Decision(
+            step=self.progress.steps,
+            sample=self.progress.samples,
+            previous=self.batch,
+            batch=batch,
+            wanted=wanted,
+            reason=reason,
+            policy=self.policy.name,
+            kind=kind,
+            estimate=estimate,
+        )
+        self.ledger.record_decision(decision)
+        if decision.changed:
+            self.batch, self._changed_at = batch, self.progress.samples
+            self._recorded_scale = _scale_of(estimate)
+        return decision
+
+    def _recorded_estimate(self) -> Mapping[str, Any] | None:
+        """The estimate that goes with an open-loop change: the replayed ledger's, or this run's own."""
+        if isinstance(self.policy, Replay):
+            return self.policy.recorded_estimate(self.progress.samples)
+        self.read()
+        return self.agree(self._estimate_dict())
+
+    def _estimate_dict(self) -> dict[str, Any] | None:
+        return self._estimate.to_dict() if self._estimate else None
+
+    def _scale_in_force(self) -> float | None:
+        """The noise scale recorded with the last change of the batch, here or in the ledger that is replayed."""
+        if isinstance(self.policy, Replay):
+            return _scale_of(self.policy.recorded_estimate(self.progress.samples))
+        return self._recorded_scale
+
+
+def _scale_of(estimate: Mapping[str, Any] | None) -> float | None:
+    return supported_scale(Estimate.from_dict(estimate)) if estimate else None
+
+
+def _kind(batch: int, current: int, proposal: Proposal) -> str:
+    if batch != current:
+        return "grow" if batch > current else "shrink"
+    return proposal.held[0] if proposal.held else "rounding"
+
+
+def _sentence(batch: int, current: int, wanted: Wanted | None, proposal: Proposal) -> str:
+    """The reason of a decision in one readable sentence."""
+    evidence = f"{wanted.reason} wants {wanted.batch:,.3g}" if wanted else "no estimate yet"
+    if proposal.held:
+        return f"hold {current}: {evidence}; {proposal.held[1]}"
+    notes = "".join(f"; {note}" for note in proposal.notes)
+    if batch == current:
+        return f"hold {current}: {evidence}{notes}; no other batch that the ranks can make is nearer"
+    verb = "grow" if batch > current else "shrink"
+    return f"{verb} {current} to {batch}: {evidence}{notes}"
+
+
+def _finite_or_none(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

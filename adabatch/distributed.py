@@ -1,0 +1,245 @@
+"""The process group: who is rank what, one small sum, and one agreement over ranks, with bounded waiting.
+
+Everything here works in a single process without any process group, where a sum is the identity and an agreement is
+one's own word. Control data goes to the device that the process group can reduce on: gloo's is the CPU, NCCL's the GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+TIMEOUT_SECONDS = 600.0
+
+# What torchrun sets for every worker.
+LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+# Length that announces that rank 0 had nothing to say that JSON can hold.
+_UNSPEAKABLE = -1
+
+# The process group is the whole process's, and so is this: whether ``start`` began it, and how many it has begun. In
+# torchrun's store a second group would find the addresses of the first one, so each gets a corner of its own.
+_owned = False
+_begun = 0
+
+# Waits for something that was begun.
+Wait = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """This process among its ranks.
+
+    Attributes:
+        rank, size: this process and the number of processes, over all machines.
+        local_rank, local_size: the same on this machine.
+        device: where this rank's model lives.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, which writes and decides."""
+        return self.rank == 0
+
+
+def start(device: str = "auto", backend: str | None = None, timeout_seconds: float = TIMEOUT_SECONDS) -> World:
+    """Join the ranks that torchrun started, or be the only one.
+
+    A process group begins only when there is more than one rank; one that exists already is used and left alone by
+    ``stop``.
+
+    Args:
+        device: ``auto`` (a GPU where there is one), ``cpu``, ``cuda`` or ``cuda:<index>``.
+        backend: torch.distributed backend; by default gloo for the CPU, and NCCL with gloo beside it for GPUs.
+        timeout_seconds: how long any collective waits for the other ranks before it raises.
+
+    Raises:
+        ValueError: for half of torchrun's variables, more ranks than GPUs, an unknown device or a timeout of 0.
+    """
+    if not timeout_seconds > 0:
+        raise ValueError(f"timeout_seconds must be above 0, got {timeout_seconds}")
+    launch = _launch(os.environ)
+    where = _device(device, launch["LOCAL_RANK"], launch["LOCAL_WORLD_SIZE"])
+    if where.type == "cuda":
+        torch.cuda.set_device(where)
+    if launch["WORLD_SIZE"] > 1 and not dist.is_initialized():
+        backend = backend or ("cpu:gloo,cuda:nccl" if where.type == "cuda" else "gloo")
+        _begin(backend, launch, timedelta(seconds=timeout_seconds))
+    return World(rank(), size(), launch["LOCAL_RANK"], launch["LOCAL_WORLD_SIZE"], where)
+
+
+def stop() -> None:
+    """Leave the process group that ``start`` began; without one, do nothing."""
+    global _owned
+    if _owned and dist.is_initialized():
+        dist.destroy_process_group()
+    _owned = False
+
+
+def rank(group: dist.ProcessGroup | None = None) -> int:
+    """This process's rank in ``group``; 0 without a process group."""
+    return dist.get_rank(group) if dist.is_initialized() else 0
+
+
+def size(group: dist.ProcessGroup | None = None) -> int:
+    """Number of ranks in ``group``; 1 without a process group."""
+    return dist.get_world_size(group) if dist.is_initialized() else 1
+
+
+def control_device(group: dist.ProcessGroup | None = None) -> torch.device:
+    """The device on which ``group`` can reduce small control tensors: the CPU where it can, else the current GPU."""
+    if not dist.is_initialized():
+        return torch.device("cpu")
+    # "cpu:gloo,cuda:nccl" or "cuda:nccl"
+    devices = [part.partition(":")[0] for part in dist.get_backend_config(group).split(",")]
+    return torch.device("cpu") if "cpu" in devices else torch.device(devices[0], torch.cuda.current_device())
+
+
+def all_reduce_sum(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """Sum ``tensor`` over the ranks, in place, and return it; the same tensor in a single process.
+
+    Raises:
+        RuntimeError: when another rank did not come within the timeout.
+    """
+    if size(group) > 1:
+        with _explained("all_reduce_sum"):
+            dist.all_reduce(tensor, group=group)
+    return tensor
+
+
+def start_sum(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> Wait:
+    """Begin to sum ``tensor`` over the ranks in place; the sum is there when the returned function was called.
+
+    Raises:
+        RuntimeError: from the returned function, when another rank did not come within the timeout.
+    """
+    if size(group) == 1:
+        return _nothing
+    work = dist.all_reduce(tensor, group=group, async_op=True)
+
+    def wait() -> None:
+        with _explained("start_sum"):
+            work.wait()
+
+    return wait
+
+
+def barrier(group: dist.ProcessGroup | None = None) -> None:
+    """Wait until every rank is here.
+
+    Raises:
+        RuntimeError: when another rank did not come within the timeout.
+    """
+    with _explained("barrier"):
+        all_reduce_sum(torch.zeros(1, device=control_device(group)), group)
+
+
+def agree(value: Any, group: dist.ProcessGroup | None = None) -> Any:
+    """Rank 0's ``value`` on every rank, as plain JSON data; what the other ranks pass in is ignored.
+
+    Every rank gets what JSON makes of the value (tuples become lists), rank 0 and single processes included, so that
+    all go on with the same. Only JSON text travels: nothing is unpickled.
+
+    Raises:
+        ValueError: on every rank, when rank 0's value is not JSON data.
+        RuntimeError: when another rank did not come within the timeout.
+    """
+    text, problem = _speak(value) if rank(group) == 0 else (b"", None)
+    if size(group) > 1:
+        with _explained("agree"):
+            text = _broadcast(None if problem else text, group)
+    if problem or text is None:
+        raise ValueError(f"agree() takes plain JSON data on rank 0: {problem or 'rank 0 passed something else'}")
+    return json.loads(text)
+
+
+def _nothing() -> None:
+    """There is nobody to wait for."""
+
+
+def _speak(value: Any) -> tuple[bytes, str | None]:
+    try:
+        return json.dumps(value).encode(), None
+    except (TypeError, ValueError) as error:
+        return b"", str(error)
+
+
+def _broadcast(text: bytes | None, group: dist.ProcessGroup | None) -> bytes | None:
+    """Rank 0's bytes on every rank: first their number, then themselves. ``None`` travels as such."""
+    device = control_device(group)
+    length = torch.tensor(_UNSPEAKABLE if text is None else len(text), dtype=torch.int64, device=device)
+    dist.broadcast(length, group=group, group_src=0)
+    if length.item() == _UNSPEAKABLE:
+        return None
+    payload = torch.zeros(int(length.item()), dtype=torch.uint8, device=device)
+    if rank(group) == 0:
+        payload.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+    dist.broadcast(payload, group=group, group_src=0)
+    return payload.cpu().numpy().tobytes()
+
+
+@contextmanager
+def _explained(verb: str) -> Iterator[None]:
+    """Say which wait failed: a bare timeout from the backend names neither the call nor the likely cause."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"rank {rank()} of {size()} waited in {verb}() for the other ranks in vain: one of them has died, or does "
+            f"not make the same calls in the same order; its own log says more ({error})"
+        ) from error
+
+
+def _launch(environment: Mapping[str, str]) -> dict[str, int]:
+    """Rank numbers from torchrun's variables; a single process without them."""
+    present = [name for name in LAUNCH_VARIABLES if name in environment]
+    if "RANK" not in environment and "WORLD_SIZE" not in environment:
+        return {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    missing = [name for name in LAUNCH_VARIABLES if name not in environment]
+    if missing:
+        raise ValueError(
+            f"{', '.join(present)} are set but {', '.join(missing)} are not; start the program with torchrun, "
+            f"which sets them all, or unset them to run one process"
+        )
+    return {name: int(environment[name]) for name in LAUNCH_VARIABLES[:4]}
+
+
+def _device(name: str, local_rank: int, local_size: int) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name) if name.partition(":")[0] in ("cpu", "cuda") else None
+    if device is None:
+        raise ValueError(f"device must be auto, cpu, cuda or cuda:<index>, got {name!r}")
+    if device.type == "cpu" or device.index is not None:
+        return device
+    if local_size > torch.cuda.device_count():
+        raise ValueError(
+            f"{local_size} ranks on this machine but {torch.cuda.device_count()} GPUs; start one rank per GPU, "
+            f"or use device=cpu"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def _begin(backend: str, launch: Mapping[str, int], timeout: timedelta) -> None:
+    global _begun, _owned
+    rendezvous = dist.rendezvous("env://", launch["RANK"], launch["WORLD_SIZE"], timeout=timeout)
+    store, number, count = next(iter(rendezvous))
+    store.set_timeout(timeout)
+    _begun += 1
+    corner = dist.PrefixStore(f"adabatch/{_begun}", store)
+    dist.init_process_group(backend, store=corner, rank=number, world_size=count, timeout=timeout)
+    _owned = True

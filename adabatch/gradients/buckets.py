@@ -1,0 +1,197 @@
+"""DDP's communication hook: each rank's accumulated gradient is a group, seen bucket by bucket before the reduction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from adabatch.gradients.layout import Layout
+from adabatch.gradients.norms import pieces, together
+
+CommunicationHook = Callable[[Any, dist.GradBucket], torch.futures.Future]
+
+
+@dataclass(slots=True)
+class _Exchange:
+    """State of the communication hook of one DistributedDataParallel module.
+
+    Attributes:
+        group, world: the ranks that it reduces over.
+        elements: elements of all gradients that it reduces.
+        inner: the user's (state, hook) that does the communication, if any.
+        attached: whether a tap uses it; DDP cannot unregister a hook, so it stays behind as a plain all-reduce.
+        measuring: whether norms are taken.
+        summing: whether the division by the world size is left to the caller, who divides anyhow.
+        parts, seen: norms and number of elements taken in this window's first synchronisation.
+        synchronised: synchronisations since the window began.
+    """
+
+    group: dist.ProcessGroup
+    world: int
+    elements: int
+    inner: tuple[Any, CommunicationHook] | None = None
+    attached: bool = False
+    measuring: bool = False
+    summing: bool = False
+    parts: list[Tensor] = field(default_factory=list)
+    seen: int = 0
+    synchronised: int = 0
+
+    def forget(self) -> None:
+        self.parts.clear()
+        self.seen = self.synchronised = 0
+
+
+def communicate(exchange, bucket):  # no annotations: DDP compares them with classes, and these would be strings
+    """DDP's communication hook: take the norm of this rank's bucket, then let it be summed over the ranks.
+
+    The mean is taken as DDP does without a hook: multiplied by 1/world before the sum.
+    """
+    buffer = bucket.buffer()
+    if not exchange.synchronised:
+        exchange.seen += buffer.numel()
+        if exchange.measuring:
+            exchange.parts.append(pieces(buffer))
+    if bucket.is_last():
+        exchange.synchronised += 1
+    if exchange.inner is not None:
+        state, hook = exchange.inner
+        return hook(state, bucket)
+    if not exchange.summing:
+        buffer.mul_(1.0 / exchange.world)
+    return dist.all_reduce(buffer, group=exchange.group, async_op=True).get_future().then(_first)
+
+
+class BucketSource:
+    """DDP's communication hook, which sees this rank's accumulated gradient before the reduction: a rank is a group."""
+
+    kind = "ddp"
+    groups = "one group per rank"
+    by_rank = True
+
+    def __init__(self, layout: Layout, inner: tuple[Any, CommunicationHook] | None = None) -> None:
+        _require_ranks(layout, inner)
+        self._layout = layout
+        self._measuring = False
+        self._summing = False
+        self._exchanges = [_exchange(module, layout, inner) for module in layout.parallel]
+
+    @property
+    def reduction(self) -> int:
+        """What a gradient is divided by, relative to the sum over all groups. The user's own hook takes the mean."""
+        return 1 if self._summing and self._exchanges[0].inner is None else self._layout.world
+
+    def measure(self, on: bool) -> None:
+        """Take norms from now on, or not."""
+        self._measuring = on
+        for exchange in self._exchanges:
+            exchange.measuring = on
+
+    def open(self, summing: bool = False) -> None:
+        """Begin a window; with ``summing``, its gradients are summed over the ranks and not divided."""
+        self._summing = summing
+        for exchange in self._exchanges:
+            exchange.summing = summing
+            exchange.forget()
+
+    def close_micro_batch(self, weight: float | Tensor, last: bool | None = None) -> None:
+        """Check that gradients were synchronised in the window's last micro-batch only, where it is known which is last.
+
+        Raises:
+            ValueError: when they were synchronised before.
+        """
+        if last is False and any(exchange.synchronised for exchange in self._exchanges):
+            raise ValueError(
+                "gradients were synchronised before the window's last micro-batch: forward and backward must both run "
+                "inside window.micro_batch() (DDP decides in the forward pass)"
+            )
+
+    def collect(self) -> Tensor | None:
+        """Squared norm of this rank's accumulated gradient; ``None`` when not measured.
+
+        Raises:
+            ValueError: when the communication hook did not fire once for all parameters in this window.
+        """
+        for exchange in self._exchanges:
+            _require_one_synchronisation(exchange)
+        parts = [part for exchange in self._exchanges for part in exchange.parts]
+        square = together(parts, self._layout.device).square() if self._measuring else None
+        for exchange in self._exchanges:
+            exchange.forget()
+        return square
+
+    def detach(self) -> None:
+        """Leave plain all-reduces behind: DDP has no way to take a communication hook off."""
+        self.measure(False)
+        self.open()
+        for exchange in self._exchanges:
+            exchange.attached = False
+
+
+def _require_ranks(layout: Layout, inner: tuple[Any, CommunicationHook] | None) -> None:
+    if layout.world == 1:
+        raise ValueError(
+            "kind='ddp' compares ranks, and there is one (or no DistributedDataParallel); use kind='hooks', which compares "
+            "micro-batches"
+        )
+    if any(other is not module for module in layout.parallel for other in _inside(module)):
+        raise ValueError(
+            "a DistributedDataParallel module lies inside another one, so its gradients are reduced twice; "
+            "use kind='hooks', or wrap once"
+        )
+    if inner is not None and len(layout.parallel) > 1:
+        raise ValueError(f"comm_hook is one hook, but the model holds {len(layout.parallel)} DistributedDataParallel modules")
+
+
+def _inside(module: DistributedDataParallel) -> Iterator[DistributedDataParallel]:
+    return (other for other in module.modules() if isinstance(other, DistributedDataParallel))
+
+
+def _require_one_synchronisation(exchange: _Exchange) -> None:
+    if exchange.synchronised != 1:
+        raise ValueError(
+            f"DDP's communication hook ran {exchange.synchronised} times in this window instead of once: the last "
+            f"backward (and only it) must synchronise, its forward must go through the DistributedDataParallel module "
+            f"and not through its .module, and the window is read before the next one begins"
+        )
+    if exchange.seen != exchange.elements:
+        raise ValueError(
+            f"DDP synchronised {exchange.seen} gradient elements, but {exchange.elements} are trainable: parameters were "
+            f"unfrozen or added after wrapping; wrap the model in DistributedDataParallel anew"
+        )
+
+
+def _exchange(
+    module: DistributedDataParallel, layout: Layout, inner: tuple[Any, CommunicationHook] | None
+) -> _Exchange:
+    """The module's exchange: the one that a former tap left behind, or a newly registered one."""
+    left_behind = [state for hook, state in module._comm_hooks if hook is communicate]
+    if left_behind and left_behind[0].attached:
+        raise ValueError("another tap is attached to this DistributedDataParallel module; call its detach() first")
+    if not left_behind:
+        _refuse_foreign_hook(module)
+    elements = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+    exchange = left_behind[0] if left_behind else _Exchange(module.process_group, layout.world, elements)
+    exchange.inner, exchange.elements, exchange.attached = inner, elements, True
+    if not left_behind:
+        module.register_comm_hook(exchange, communicate)
+    return exchange
+
+
+def _refuse_foreign_hook(module: DistributedDataParallel) -> None:
+    name = module._get_ddp_logging_data().get("comm_hook")
+    if module._comm_hooks or name:
+        raise ValueError(
+            f"this DistributedDataParallel module has the communication hook {name!r} already, and DDP takes only one; "
+            f"do not register it, hand it over as attach(model, comm_hook=(state, hook)), or use kind='hooks'"
+        )
+
+
+def _first(future: torch.futures.Future) -> Tensor:
+    return future.value()[0]

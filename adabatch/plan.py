@@ -1,0 +1,230 @@
+"""From a wanted global batch to what each rank runs: the only place where batch sizes are multiplied.
+
+Vocabulary: the *global batch* is the samples of one optimizer step over all ranks; a *micro-batch* is the samples of
+one forward/backward on one rank and is set by memory. A plan says which samples a step takes and how every rank
+splits its share. All ranks run the same number of micro-batches, so that their collectives pair up; a rank whose
+share is used up runs an empty micro-batch of weight 0.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+ROUNDINGS = ("micro_batch", "world", "none")
+
+
+@dataclass(frozen=True, slots=True)
+class Scales:
+    """What moves with the batch, as multipliers of the values configured at the reference batch.
+
+    Attributes:
+        kappa: global batch over reference batch.
+        lr: learning-rate multiplier.
+        beta_exponent: Adam's betas become ``beta ** beta_exponent`` (1 leaves them alone).
+        eps: multiplier of Adam's epsilon.
+        weight_decay: multiplier of the decoupled weight decay.
+        clip: multiplier of the gradient-norm threshold.
+    """
+
+    kappa: float = 1.0
+    lr: float = 1.0
+    beta_exponent: float = 1.0
+    eps: float = 1.0
+    weight_decay: float = 1.0
+    clip: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLimits:
+    """The batches that a run may use on its ranks.
+
+    Args:
+        world: number of ranks.
+        micro_batch: most samples that one rank runs in one forward/backward.
+        min_batch, max_batch: bounds of the global batch, in samples.
+        rounding: ``micro_batch`` rounds adaptive batches to ``world * micro_batch`` (to ``world`` below one full
+            micro-batch per rank), so that shapes stay few; ``world`` gives every rank the same share; ``none``
+            allows any batch, shares differing by at most one sample.
+
+    Raises:
+        ValueError: when no batch within the bounds can be made, with all the numbers and the nearest batches.
+    """
+
+    world: int = 1
+    micro_batch: int = 8
+    min_batch: int = 1
+    max_batch: int = 2**40
+    rounding: str = "micro_batch"
+
+    def __post_init__(self) -> None:
+        for name in ("world", "micro_batch", "min_batch", "max_batch"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"limits.{name} must be a whole number of at least 1, got {value!r}")
+        if self.rounding not in ROUNDINGS:
+            raise ValueError(f"limits.rounding must be one of {', '.join(ROUNDINGS)}, got {self.rounding!r}")
+        if self.min_batch > self.max_batch:
+            raise ValueError(f"limits.min_batch={self.min_batch} is above limits.max_batch={self.max_batch}")
+        if self.floor(self.max_batch) < self.min_batch:
+            raise ValueError(
+                f"no global batch in [{self.min_batch}, {self.max_batch}] can be made from {self._numbers()}; "
+                f"{self._nearest(self.max_batch)}"
+            )
+
+    def floor(self, batch: float) -> int:
+        """The largest makeable batch that is at most ``batch``, or 0; bounds are not applied."""
+        quantum = self._quantum(batch)
+        return int(batch // quantum) * quantum
+
+    def ceil(self, batch: float) -> int:
+        """The smallest makeable batch that is at least ``batch``; bounds are not applied."""
+        quantum = self._quantum(batch)
+        return math.ceil(batch / quantum) * quantum
+
+    def realise(self, wanted: float) -> int:
+        """The makeable batch within the bounds that is nearest to ``wanted`` on a logarithmic scale."""
+        low, high = self.ceil(self.min_batch), self.floor(self.max_batch)
+        if not wanted > low:
+            return low
+        if wanted >= high:
+            return high
+        below, above = self.floor(wanted), self.ceil(wanted)
+        return below if wanted * wanted < below * above else above
+
+    def require(self, batch: int, name: str) -> int:
+        """Return ``batch`` when it can be made exactly within the bounds, and raise otherwise.
+
+        Raises:
+            ValueError: naming ``name``, the batch, the world size, the micro-batch and the nearest batches.
+        """
+        if not isinstance(batch, int) or isinstance(batch, bool) or batch < 1:
+            raise ValueError(f"{name} must be a whole number of samples, got {batch!r}")
+        if not self.min_batch <= batch <= self.max_batch:
+            raise ValueError(
+                f"{name}={batch} is outside limits.min_batch={self.min_batch} .. limits.max_batch={self.max_batch}"
+            )
+        if self.floor(batch) != batch:
+            raise ValueError(
+                f"{name}={batch} cannot be made from {self._numbers()}; {self._nearest(batch)}, "
+                f"or set limits.rounding=none to let the ranks' shares differ by one sample"
+            )
+        return batch
+
+    def _quantum(self, batch: float) -> int:
+        full = self.world * self.micro_batch
+        if self.rounding == "none":
+            return 1
+        return full if self.rounding == "micro_batch" and batch >= full else self.world
+
+    def _numbers(self) -> str:
+        return f"{self.world} ranks x micro-batch {self.micro_batch} (rounding: {self.rounding})"
+
+    def _nearest(self, batch: int) -> str:
+        candidates = sorted({self.floor(batch), self.ceil(batch)} - {0})
+        return "the nearest that can: " + " or ".join(map(str, candidates))
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """One optimizer step, decided beforehand: which samples, how split, and at which scales.
+
+    Attributes:
+        step: index of this optimizer step, from 0.
+        first_sample: first position of the sample order that this step takes.
+        global_batch: samples of the step over all ranks.
+        world: number of ranks.
+        micro_batch: most samples of one micro-batch in this step.
+        micro_batches: micro-batches that every rank runs.
+        measure: whether the gradient noise is measured in this step.
+        schedule: value of the learning-rate schedule, a multiplier of the configured rate.
+        scales: what moves with the batch.
+    """
+
+    step: int
+    first_sample: int
+    global_batch: int
+    world: int
+    micro_batch: int
+    micro_batches: int
+    measure: bool = True
+    schedule: float = 1.0
+    scales: Scales = field(default_factory=Scales)
+
+    @property
+    def last_sample(self) -> int:
+        """One past the last position that this step takes."""
+        return self.first_sample + self.global_batch
+
+    def share(self, rank: int) -> int:
+        """How many samples ``rank`` takes: the positions p of the step with p = rank modulo the world size."""
+        return _congruent_below(self.last_sample, rank, self.world) - _congruent_below(
+            self.first_sample, rank, self.world
+        )
+
+    def pieces(self, rank: int) -> tuple[int, ...]:
+        """Samples of each of ``rank``'s micro-batches, full ones first; empty ones fill up to the common number."""
+        left = self.share(rank)
+        sizes = []
+        for _ in range(self.micro_batches):
+            size = min(left, self.micro_batch)
+            sizes.append(size)
+            left -= size
+        return tuple(sizes)
+
+
+def split(
+    *,
+    step: int,
+    first_sample: int,
+    global_batch: int,
+    limits: BatchLimits,
+    measure: bool,
+    schedule: float = 1.0,
+    scales: Scales | None = None,
+) -> BatchPlan:
+    """Plan one step: split ``global_batch`` over the ranks and into micro-batches.
+
+    A measured step needs two groups of samples to compare. When one rank would run everything in one micro-batch, the
+    window is split in two halves.
+    """
+    largest_share = math.ceil(global_batch / limits.world)
+    micro_batch = min(limits.micro_batch, largest_share)
+    if measure and limits.world == 1 and micro_batch == global_batch and global_batch > 1:
+        micro_batch = math.ceil(global_batch / 2)
+    return BatchPlan(
+        step=step,
+        first_sample=first_sample,
+        global_batch=global_batch,
+        world=limits.world,
+        micro_batch=micro_batch,
+        micro_batches=math.ceil(largest_share / micro_batch),
+        measure=measure,
+        schedule=schedule,
+        scales=scales or Scales(),
+    )
+
+
+def data_efficiency(batch: float, critical_batch: float) -> float:
+    """Share of the samples that a tiny batch would have needed: 1/(1 + B/B_crit) (arXiv 1812.06162, section 2)."""
+    return 0.0 if critical_batch <= 0 else 1 / (1 + batch / critical_batch)
+
+
+def step_efficiency(batch: float, critical_batch: float) -> float:
+    """Progress of a step against that of a huge batch: 1/(1 + B_crit/B)."""
+    return 1 / (1 + critical_batch / batch)
+
+
+def steps_at(samples: int, global_batch: int) -> int:
+    """Optimizer steps that ``samples`` make at a constant ``global_batch``; a last partial batch is a step."""
+    return math.ceil(samples / global_batch)
+
+
+def samples_in(steps: int, global_batch: int) -> int:
+    """Samples that ``steps`` optimizer steps of ``global_batch`` consume."""
+    return steps * global_batch
+
+
+def _congruent_below(end: int, residue: int, modulus: int) -> int:
+    """How many p in [0, end) have p = residue modulo ``modulus``."""
+    return (end - residue + modulus - 1) // modulus if end > residue else 0
