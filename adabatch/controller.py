@@ -290,9 +290,7 @@ class Controller:
     def _evaluate(self) -> Estimate | None:
         """The present estimate; ``None`` as long as there is none that can be decided by."""
         estimate = self.noise.value(self._noise_state) if self.noise else None
-        if estimate is None or math.isnan(estimate.scale) or math.isnan(estimate.high):
-            return None
-        return estimate if all(map(math.isfinite, (estimate.signal, estimate.noise, estimate.low))) else None
+        return estimate if estimate and _is_sound(estimate) else None
 
     def _take_in(self, step: int, measurement: Measurement) -> None:
         if self.tokens_per_sample is None and math.isfinite(measurement.weight):
@@ -424,6 +422,14 @@ class Controller:
 
 def _scale_of(estimate: Mapping[str, Any] | None) -> float | None:
     return supported_scale(Estimate.from_dict(estimate)) if estimate else None
+
+
+def _is_sound(estimate: Estimate) -> bool:
+    """Whether its numbers can be compared and recorded: squares that overflow leave some that cannot."""
+    numbers = [estimate.signal, estimate.noise, estimate.low]
+    if estimate.resolved:
+        numbers += [estimate.scale, estimate.high]
+    return all(map(math.isfinite, numbers)) and 0 <= estimate.low <= estimate.high and estimate.scale >= 0
 
 
 def _kind(batch: int, current: int, proposal: Proposal) -> str:

@@ -30,7 +30,7 @@ from torch import nn
 from adabatch import distributed, gradients, optimizers
 from adabatch import plan as planning
 from adabatch.checkpoint import CheckpointError, Checkpoints
-from adabatch.controller import Controller
+from adabatch.controller import Controller, TooManySkipped
 from adabatch.data import Stream, stream
 from adabatch.ledger import Decision
 from adabatch.plan import BatchLimits, BatchPlan, data_efficiency
@@ -38,6 +38,9 @@ from adabatch.policies import supported_scale
 from adabatch.runlog import RunLog
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+# Reasons for which a run ends for good; any other is the name of a signal.
+ENDS = ("budget", "seconds", "loss")
 
 
 class LossFunction(Protocol):
@@ -85,7 +88,7 @@ class Settings:
 
 @dataclass(slots=True)
 class HeldOut:
-    """The first ``samples`` of a held-out data set, evaluated always alike on any number of ranks."""
+    """``samples`` of a held-out data set in keyed order, always the same ones on any number of ranks."""
 
     dataset: Any
     metrics: Metrics
@@ -97,13 +100,13 @@ class HeldOut:
         count = min(self.samples, len(self.dataset))
         limits = BatchLimits(world.size, self.micro_batch, rounding="none")
         plan = planning.split(step=0, first_sample=0, global_batch=count, limits=limits, measure=False)
-        order = {"seed": 0, "start": 0, "shuffle": False}
         totals: dict[str, torch.Tensor] = {}
         was_training = model.training
         model.eval()
         with (
             torch.no_grad(),
-            stream(self.dataset, **order, rank=world.rank, world=world.size, micro_batch=plan.micro_batch) as samples,
+            # In keyed order, for the first samples of a data set are often alike; the seed makes them always the same.
+            stream(self.dataset, seed=0, rank=world.rank, world=world.size, micro_batch=plan.micro_batch) as samples,
         ):
             for micro_batch in samples.take(plan):
                 counted = 1.0 if micro_batch.samples else 0.0
@@ -207,23 +210,39 @@ class Trainer:
     clock: Clock = field(default_factory=Clock)
     meter: Meter = field(default_factory=Meter)
     last_record: tuple[int, float] = (0, 0.0)
+    carried_out: BatchPlan | None = None
     outcome: gradients.Outcome | None = None
     evaluated_at: int | None = None
 
     def train(self) -> str:
-        """Run until the budget is used up or something stops the run; returns the reason."""
+        """Run until the budget is used up or something stops the run; returns the reason.
+
+        Raises:
+            TooManySkipped: from the controller, when several windows in a row were not finite; the ledger is saved.
+        """
         with Interrupt() as interrupt:
             if self.held_out and self.controller.progress.steps == 0:
                 self.evaluate()
             self.clock.start()
             reason = None
-            while reason is None:
-                reason = self._next(interrupt)
-            self.controller.read()
-            if self.held_out and reason in ("budget", "seconds") and self.evaluated_at != self.controller.progress.samples:
-                self.evaluate()
-            self.save()
+            try:
+                while reason is None:
+                    reason = self._next(interrupt)
+                self._conclude(reason)
+            except TooManySkipped:
+                self._save_ledger()
+                raise
         return reason
+
+    def _conclude(self, reason: str) -> None:
+        """The last record, evaluation and checkpoint. A run that a signal stopped goes on as if it had not been."""
+        self.controller.read()
+        if reason in ENDS:
+            if self.carried_out is not None and self.last_record[0] != self.controller.progress.samples:
+                self._record_step(self.carried_out, self.outcome)
+            if self.held_out and self.evaluated_at != self.controller.progress.samples:
+                self.evaluate()
+        self.save()
 
     def state_dict(self) -> dict[str, Any]:
         """What the loop itself has to remember, as plain data."""
@@ -250,8 +269,8 @@ class Trainer:
             return "budget"
         before = self.controller.progress.samples
         plan = self.controller.plan()
-        previous, self.outcome = self.outcome, self._step(plan, stop=interrupt.received is not None or self._out_of_time())
-        outcome = self.outcome
+        previous, outcome = self.outcome, self._step(plan, interrupt)
+        self.carried_out, self.outcome = plan, outcome
         decision = self.controller.commit(plan, outcome.measurement)
         self.meter.add(outcome.measurement)
         if decision is not None:
@@ -262,14 +281,17 @@ class Trainer:
             loss = self.evaluate()["loss"]
             if self.settings.target_loss is not None and loss <= self.settings.target_loss:
                 return "loss"
-        if _crossed(before, self.controller.progress.samples, self.settings.save_every):
+        # A GPU is asked one step late: by then the answer is there, and the host need not wait for the step just queued.
+        asked = outcome if self.world.device.type == "cpu" else previous
+        if asked is not None and asked.stop_requested() and not self.controller.done:
+            # Without a word of its own, rank 0 stops because another rank was told to.
+            return distributed.agree(interrupt.received or ("seconds" if self._out_of_time() else signal.SIGTERM.name))
+        due = _crossed(before, self.controller.progress.samples, self.settings.save_every)
+        if due and not self.controller.done:  # the end of the run saves in any case
             self.save()
-        # Asked one step late: by then the answer is there, and the host need not wait for the step just queued.
-        if previous is not None and previous.stop_requested():
-            return distributed.agree(interrupt.received or "seconds")
         return None
 
-    def _step(self, plan: BatchPlan, *, stop: bool) -> gradients.Outcome:
+    def _step(self, plan: BatchPlan, interrupt: Interrupt) -> gradients.Outcome:
         precision = PRECISIONS[self.settings.precision]
         autocast = torch.autocast(self.world.device.type, precision, enabled=precision is not None)
         with gradients.accumulate(self.tap, plan) as window:
@@ -284,7 +306,7 @@ class Trainer:
             self.optimizer,
             max_norm=clip_norm * plan.scales.clip if clip_norm else None,
             scaler=self.scaler,
-            stop=stop,
+            stop=interrupt.received is not None or self._out_of_time(),
         )
         optimizers.apply(plan, self.optimizer)
         outcome.step()

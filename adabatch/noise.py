@@ -25,7 +25,7 @@ SIZING = 8
 COARSE = 0.25
 # The memory doubles when the wanted one is above the first multiple of it, and halves below the second. They lie a
 # factor of 4 apart, so that the error of a sizing (about a third) moves nothing back and forth.
-GROW_ABOVE, SHRINK_BELOW = 1.5, 0.375
+HYST = 0.5
 
 # A block is the sums over neighbouring windows of N, 1, N G^2, N S, (N G^2)^2, N N G^2 and N^2.
 SAMPLES, STEPS, SIGNAL, NOISE = range(4)
@@ -165,7 +165,7 @@ class NoiseEstimator:
 
     def init(self) -> State:
         """The state before anything was measured."""
-        return {"memory": 0.0, "recent": [], "older": []}
+        return {"memory": 0.0, "total": [0] * 7, "recent": [], "older": []}
 
     def update(self, state: State, measurement: Measurement) -> State:
         """The state after one more window; ``state`` itself when the window cannot be measured."""
@@ -173,17 +173,15 @@ class NoiseEstimator:
             return state
         samples, signal = measurement.samples, measurement.samples * measurement.signal
         row = [samples, 1, signal, samples * measurement.noise, signal**2, samples * signal, samples**2]
-        memory = state["memory"] or float(FEWEST_STEPS * samples)
+        total = _sum(state["total"], row)
+        memory = self._resize(state["memory"] or float(FEWEST_STEPS * samples), samples, total)
         aim = min(memory, self.cap)
-        recent, older = _add(state["recent"], row, aim / MOST_BLOCKS), state["older"]
-        if _total(recent, SAMPLES) > aim:
-            older = older.copy()
-            if _retire(recent, older, aim):
-                memory = self._resize(memory, recent, older)
-                aim = min(memory, self.cap)
-                _recall(recent, older, aim)
-                _forget(recent, older, SIZING * aim)
-        return {"memory": memory, "recent": _compact(recent), "older": _compact(older)}
+        recent, older = _add(state["recent"], row, aim / MOST_BLOCKS), state["older"].copy()
+        if not _retire(recent, older, aim):
+            _recall(recent, older, aim)
+        if _forget(older, total, SIZING * aim):
+            total = [sum(column) for column in zip(*recent, *older, strict=True)]
+        return {"memory": memory, "total": total, "recent": _compact(recent), "older": _compact(older)}
 
     def value(self, state: State) -> Estimate | None:
         """The estimate, or None before anything was measured."""
@@ -217,15 +215,16 @@ class NoiseEstimator:
             geometry=self.geometry,
         )
 
-    def _resize(self, memory: float, recent: Blocks, older: Blocks) -> float:
+    def _resize(self, memory: float, batch: float, total: Block) -> float:
         """The memory times the power of 2 that comes nearest to what the longer memory asks for."""
-        batch = _total(recent, SAMPLES) / _total(recent, STEPS)
-        wanted = max(self._wanted(recent + older, batch), FEWEST_STEPS * batch)
-        known = _total(recent, SAMPLES) + _total(older, SAMPLES)
-        most = math.ceil(math.log2(min(known, self.cap) / memory))
-        return memory * 2.0 ** (min(round(math.log2(wanted / memory)), most) if wanted < math.inf else most)
+        wanted = max(self._wanted(total, batch), FEWEST_STEPS * batch)
+        most = math.ceil(math.log2(min(total[SAMPLES], self.cap) / memory))
+        if wanted == math.inf:
+            return memory * 2.0**most
+        off = math.log2(wanted / memory)
+        return memory * 2.0 ** min(round(off) if abs(off) > HYST else 0, most)
 
-    def _wanted(self, blocks: Blocks, batch: float) -> float:
+    def _wanted(self, total: Block, batch: float) -> float:
         """Samples after which the averaged G^2 has the wanted relative error; inf while no signal is seen.
 
         The variance c of one step's N G^2 around N times the average is measured, not taken from the formula
@@ -234,7 +233,7 @@ class NoiseEstimator:
         as precise as differences of 32 blocks, and to which a drift of G^2 adds some steps at most. In batches of B
         samples, the mean over M samples then has variance c / (B M), whatever batches c was measured at.
         """
-        samples, steps, signal, noise, square, product, size_square = map(sum, zip(*blocks, strict=True))
+        samples, steps, signal, noise, square, product, size_square = total
         mean, corrected = signal / samples, (signal + noise * self.inverse_size) / samples
         if corrected <= 0.0:
             return math.inf
@@ -346,33 +345,37 @@ def _add(blocks: Blocks, row: Block, size: float) -> Blocks:
 
 
 def _retire(recent: Blocks, older: Blocks, aim: float) -> bool:
-    """Move blocks beyond ``aim`` samples from ``recent`` to ``older``; whether a new block was begun there.
+    """Move blocks beyond ``aim`` samples from ``recent`` to ``older``; whether there were any.
 
     The lists are changed, the blocks never: states share them.
     """
-    samples, steps, count = _total(recent, SAMPLES), _total(recent, STEPS), len(older)
+    samples = _total(recent, SAMPLES)
+    if samples <= aim:
+        return False
+    steps = _total(recent, STEPS)
     while samples > aim and steps - recent[0][STEPS] >= FEWEST_STEPS:
         block = recent.pop(0)
         samples, steps = samples - block[SAMPLES], steps - block[STEPS]
         older[:] = _add(older, block, COARSE * aim)
-    return len(older) > count
+    return True
 
 
 def _recall(recent: Blocks, older: Blocks, aim: float) -> None:
     """Move blocks back from ``older`` as long as they fit into ``aim`` samples."""
-    samples = _total(recent, SAMPLES)
-    while older and samples + older[-1][SAMPLES] <= aim:
-        recent.insert(0, older.pop())
-        samples += recent[0][SAMPLES]
+    if older:
+        samples = _total(recent, SAMPLES)
+        while older and samples + older[-1][SAMPLES] <= aim:
+            recent.insert(0, older.pop())
+            samples += recent[0][SAMPLES]
 
 
-def _forget(recent: Blocks, older: Blocks, span: float) -> None:
+def _forget(older: Blocks, total: Block, span: float) -> bool:
     """Drop the oldest blocks beyond ``span`` samples, but never below the steps that a sizing needs."""
-    samples = _total(recent, SAMPLES) + _total(older, SAMPLES)
-    steps = _total(recent, STEPS) + _total(older, STEPS)
+    samples, steps, count = total[SAMPLES], total[STEPS], len(older)
     while older and samples > span and steps - older[0][STEPS] >= SIZING * FEWEST_STEPS:
         block = older.pop(0)
         samples, steps = samples - block[SAMPLES], steps - block[STEPS]
+    return len(older) < count
 
 
 def _compact(blocks: Blocks) -> Blocks:

@@ -122,7 +122,7 @@ class TargetEfficiency:
     def value(self, state: State, *, progress: Progress, batch: int, estimate: Estimate | None) -> Wanted | None:
         if estimate is None:
             return None
-        ratio = self._ratio(state) * self.calibration
+        ratio = self._ratio(state, estimate.resolved) * self.calibration
         uncalibrated = " (uncalibrated)" if self.calibration == 1 else ""
         return Wanted(
             batch=ratio * supported_scale(estimate),
@@ -131,11 +131,11 @@ class TargetEfficiency:
             reason=f"{describe_scale(estimate)} at target efficiency {self.target:g}{uncalibrated}",
         )
 
-    def _ratio(self, state: State) -> float:
-        """Wanted batch over critical batch, with the account taken in."""
+    def _ratio(self, state: State, resolved: bool) -> float:
+        """Wanted batch over critical batch, with the account taken in; a lower bound supports no growth beyond it."""
         plain = 1 / self.target - 1
         asked = self.target - (state["surplus"] / state["samples"] if state["samples"] else 0.0)
-        low, high = plain / self.repay, plain * self.repay
+        low, high = plain / self.repay, plain * (self.repay if resolved else 1.0)
         return min(max(1 / asked - 1, low), high) if asked > 0 else high
 
 
@@ -299,11 +299,12 @@ class Damping:
         interval_gate: a change needs the interval's support: growth needs its lower end above the present batch,
             shrinking its upper end below. An unresolved estimate grows the batch to its lower bound and never
             shrinks it.
-        growth: the largest factor of one decision, up or down.
+        growth: the largest factor of one decision, up or down; at least 1.5, since rounding to what the ranks can make
+            would undo a smaller one for ever.
         dead_band: changes by less than this factor are not made.
 
     Raises:
-        ValueError: for factors below 1 or a negative dwell.
+        ValueError: for factors that are too small, a dead band above the growth, or a negative dwell.
     """
 
     dwell: int = 0
@@ -314,10 +315,10 @@ class Damping:
     dead_band: float = 1.2
 
     def __post_init__(self) -> None:
-        if self.growth <= 1 or self.dead_band < 1 or self.dwell < 0:
+        if not (self.growth >= 1.5 and 1 <= self.dead_band <= self.growth and self.dwell >= 0):
             raise ValueError(
-                f"damping.growth must be above 1, damping.dead_band at least 1 and damping.dwell at least 0, "
-                f"got {self.growth}, {self.dead_band} and {self.dwell}"
+                f"damping.growth must be at least 1.5, damping.dead_band between 1 and damping.growth, and "
+                f"damping.dwell at least 0, got growth {self.growth}, dead_band {self.dead_band} and dwell {self.dwell}"
             )
 
     def propose(self, wanted: Wanted, situation: Situation) -> Proposal:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -23,14 +23,8 @@ class Piece:
 
     inputs: Tensor
     tokens: Tensor
-
-    @property
-    def samples(self) -> int:
-        return len(self.inputs)
-
-    @property
-    def weight(self) -> float:
-        return float(self.tokens.sum())
+    samples: int
+    weight: float
 
 
 def plan(pieces: Sequence[int] | Sequence[Sequence[int]], *, measure: bool = True, step: int = 0) -> BatchPlan:
@@ -77,14 +71,29 @@ def pieces(sizes: Sequence[int], *, tokens: bool, seed: int = 1, dtype: torch.dt
     for size in sizes:
         inputs = torch.randn(size, 6, generator=generator, dtype=torch.float64).to(dtype)
         weights = torch.randint(1, 41, (size,), generator=generator) if tokens else torch.ones(size, dtype=torch.int64)
-        made.append(Piece(inputs, weights))
+        made.append(Piece(inputs, weights, size, float(weights.sum())))
     return made
 
 
 def mean_loss(model: nn.Module, piece: Piece) -> Tensor:
     """Mean over the piece's tokens."""
     per_sample = model(piece.inputs).square().sum(dim=1)
-    return (per_sample * piece.tokens.to(per_sample.dtype)).sum() / piece.tokens.sum()
+    return (per_sample * piece.tokens.to(per_sample.dtype)).sum() / piece.weight
+
+
+def exactly(piece: Piece) -> Piece:
+    """The piece with inputs in double precision."""
+    return replace(piece, inputs=piece.inputs.double())
+
+
+def joined(groups: Sequence[Piece]) -> Piece:
+    """All samples in one micro-batch."""
+    return Piece(
+        torch.cat([piece.inputs for piece in groups]),
+        torch.cat([piece.tokens for piece in groups]),
+        sum(piece.samples for piece in groups),
+        sum(piece.weight for piece in groups),
+    )
 
 
 def gradient(model: nn.Module, groups: Sequence[Piece]) -> Tensor:
@@ -93,7 +102,7 @@ def gradient(model: nn.Module, groups: Sequence[Piece]) -> Tensor:
     exact.zero_grad()
     weight = sum(piece.weight for piece in groups)
     for piece in groups:
-        (mean_loss(exact, Piece(piece.inputs.double(), piece.tokens)) * (piece.weight / weight)).backward()
+        (mean_loss(exact, exactly(piece)) * (piece.weight / weight)).backward()
     return flat(exact)
 
 
@@ -116,7 +125,7 @@ def reference(model: nn.Module, groups: Sequence[Sequence[Piece]]) -> Measuremen
     mean = (shares[:, None] * gradients).sum(dim=0)
     every = [piece for group in groups for piece in group]
     exact = copy.deepcopy(model).double()
-    losses = [mean_loss(exact, Piece(piece.inputs.double(), piece.tokens)).item() * piece.weight for piece in every]
+    losses = [mean_loss(exact, exactly(piece)).item() * piece.weight for piece in every]
     return Measurement(
         samples=sum(piece.samples for piece in every),
         groups=len(groups),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import time
 import traceback
 import warnings
@@ -12,8 +13,9 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 # The processes are forked from one that has imported torch already: hundredths of a second each instead of seconds.
+# torch imports its compiler when an optimizer is first used.
 _PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload(["torch", "torch.distributed"])
+_PROCESSES.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "pytest"])
 
 
 class RanksFailed(AssertionError):
@@ -54,11 +56,11 @@ def run(function: Callable[..., Any], world: int, *arguments: Any, seconds: floa
             if process.is_alive():
                 process.kill()
                 process.join()
-    failures = [f"rank {rank}: {outcomes.get(rank, ('', 'killed, no result'))[1]}" for rank in range(world)
-                if outcomes.get(rank, ("failed",))[0] != "returned"]
+    ended = [outcomes.get(rank, ("failed", "killed, no result")) for rank in range(world)]
+    failures = [f"rank {rank}: {words}" for rank, (kind, words) in enumerate(ended) if kind == "failed"]
     if failures:
         raise RanksFailed(f"{len(failures)} of {world} ranks failed within {seconds} s\n" + "\n".join(failures))
-    return [outcomes[rank][1] for rank in range(world)]
+    return [result for _, result in ended]
 
 
 def _collect(pipes: list[Connection], seconds: float) -> dict[int, tuple[str, Any]]:
@@ -72,7 +74,7 @@ def _collect(pipes: list[Connection], seconds: float) -> dict[int, tuple[str, An
             break
         for pipe in ready:
             try:
-                outcomes[pipes.index(pipe)] = pipe.recv()
+                outcomes[pipes.index(pipe)] = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 outcomes[pipes.index(pipe)] = ("failed", "died without a result")
         if any(kind == "failed" for kind, _ in outcomes.values()):
@@ -101,11 +103,13 @@ def _rank(sender: Connection, function: Callable[..., Any], arguments: tuple[Any
 
         from adabatch import distributed
 
+        # Results travel as plain pickles: torch's own would share memory with a process that is about to end.
         torch.set_num_threads(1)
         distributed.start(device="cpu", timeout_seconds=30.0)
-        sender.send(("returned", function(*arguments)))
+        result = function(*arguments)
+        sender.send_bytes(pickle.dumps(("returned", result)))
         distributed.stop()
     except BaseException:  # everything that ends a rank is the test's business
-        sender.send(("failed", traceback.format_exc()))
+        sender.send_bytes(pickle.dumps(("failed", traceback.format_exc())))
     finally:
         sender.close()

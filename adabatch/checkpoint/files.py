@@ -175,7 +175,8 @@ def render_extra(extra: dict[str, Any]) -> dict[str, str]:
     """The text of each JSON file that the caller handed in, by file name.
 
     Raises:
-        CheckpointError: for a name that is no plain word or is taken, and for a value that JSON would not give back.
+        CheckpointError: for a name that is no plain word or is taken, and for a value that JSON would not give back
+            (tuples may become lists).
     """
     texts = {}
     for name, value in extra.items():
@@ -188,9 +189,16 @@ def render_extra(extra: dict[str, Any]) -> dict[str, str]:
             texts[f"{name}.json"] = text = json.dumps(value, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"{name} is not JSON: {error}") from None
-        if json.loads(text) != value:
-            raise CheckpointError(f"JSON would not give {name} back as it is; use str keys, and lists for tuples")
+        if json.loads(text) != _with_lists(value):
+            raise CheckpointError(f"JSON would not give {name} back as it is; use str keys only")
     return texts
+
+
+def _with_lists(value: Any) -> Any:
+    """``value`` with lists for tuples, which is the one change that JSON may make."""
+    if isinstance(value, (list, tuple)):
+        return [_with_lists(item) for item in value]
+    return {key: _with_lists(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def read_extra(path: Path, manifest: Manifest) -> dict[str, Any]:

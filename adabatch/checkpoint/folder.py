@@ -75,7 +75,8 @@ class Checkpoints:
             samples: samples consumed.
             model: plain, compiled, DistributedDataParallel or fully_shard.
             optimizer: over parameters of ``model``.
-            extra: what else to keep, as JSON; each key becomes a file ``<key>.json``. Rank 0's is saved.
+            extra: what else to keep, as JSON; each key becomes a file ``<key>.json``, and tuples become lists. Rank
+                0's is saved.
             rng: whether to save every rank's random-number states.
 
         Raises:

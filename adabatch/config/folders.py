@@ -15,33 +15,35 @@ from adabatch import distributed
 from adabatch.config.compose import ConfigError
 
 
-def choose(config: DictConfig) -> Path:
-    """The run folder of this launch, made where it is new: the same on every rank.
+def claim(config: DictConfig) -> tuple[Path, IO[str] | None]:
+    """The run folder of this launch, the same on every rank, made where it is new; and, on rank 0, the lock on it.
+
+    The folder is this launch's until the lock is closed or the process ends.
 
     Raises:
-        ConfigError: on every rank, when ``run_folder`` already holds a run and ``resume`` does not name it.
+        ConfigError: on every rank, when ``run_folder`` already holds a run and ``resume`` does not name it, or when
+            another launch uses the folder (with that one's process and host).
     """
-    chosen: dict[str, str] = {}
+    claimed: dict[str, str] = {}
+    held = None
     if distributed.rank() == 0:
         try:
-            chosen = {"folder": str(_make(config))}
+            folder = _make(config)
+            held = _lock(folder)
+            claimed = {"folder": str(folder)}
         except (OSError, ConfigError) as error:
-            chosen = {"error": f"no run folder: {error}"}
-    chosen = distributed.agree(chosen)
-    if "error" in chosen:
-        raise ConfigError(chosen["error"])
-    return Path(chosen["folder"])
+            claimed = {"error": f"no run folder: {error}"}
+    claimed = distributed.agree(claimed)
+    if "error" in claimed:
+        raise ConfigError(claimed["error"])
+    return Path(claimed["folder"]), held
 
 
-def lock(folder: Path) -> IO[str]:
-    """Hold ``folder`` for this launch until the returned file is closed or the process ends.
-
-    Raises:
-        ConfigError: when another launch holds it, naming that one's host and process.
-    """
+def _lock(folder: Path) -> IO[str]:
     file = open(folder / "lock", "a+", encoding="utf-8")
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # The process's own, not the open file's: data workers, which inherit that, may outlive a killed rank by seconds.
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         file.seek(0)
         holder = file.read().strip() or "another process"

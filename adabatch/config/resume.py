@@ -38,13 +38,28 @@ class Change:
 
 
 def save_snapshot(folder: Path, config: Mapping[str, Any], launch: Mapping[str, Any]) -> None:
-    """Write the resolved configuration and append this launch; earlier snapshots are kept, numbered."""
+    """Write the resolved configuration and append this launch; earlier snapshots are kept, numbered.
+
+    A crash in between leaves the folder as it was or as it is to be, or with a new snapshot whose launch is not listed.
+    """
     snapshot = folder / SNAPSHOT
     launches = read_launches(folder) if (folder / LAUNCHES).exists() else []
     if snapshot.exists():
-        os.replace(snapshot, folder / f"config.{len(launches)}.yaml")
-    snapshot.write_text(OmegaConf.to_yaml(OmegaConf.create(dict(config))), encoding="utf-8")
-    (folder / LAUNCHES).write_text(json.dumps([*launches, dict(launch)], indent=2) + "\n", encoding="utf-8")
+        _replace(folder / f"config.{len(launches)}.yaml", snapshot.read_text(encoding="utf-8"))
+    _replace(snapshot, to_text(config))
+    _replace(folder / LAUNCHES, json.dumps([*launches, dict(launch)], indent=2) + "\n")
+
+
+def to_text(config: Mapping[str, Any]) -> str:
+    """A plain configuration as YAML."""
+    return OmegaConf.to_yaml(OmegaConf.create(dict(config)))
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file as a whole or not at all."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside.write_text(text, encoding="utf-8")
+    os.replace(aside, path)
 
 
 def read_launches(folder: Path) -> list[dict[str, Any]]:
@@ -96,6 +111,14 @@ def list_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]
     """The keys whose values differ, those of the launch itself left out."""
     keys = [key for key in sorted({*old, *new}) if key not in LAUNCH_KEYS]
     return [Change(key, old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)]
+
+
+def changes_since(saved: str, config: DictConfig) -> list[Change]:
+    """What differs in ``config`` from the configuration in force when a checkpoint was written (``to_text``).
+
+    The snapshot in the run folder would not do: a launch that was killed before its first checkpoint has changed it.
+    """
+    return list_changes(_flat(OmegaConf.create(saved)), _flat(config))
 
 
 def refuse_fixed(changes: Sequence[Change]) -> None:

@@ -126,7 +126,7 @@ class SgdConfig(OptimizerConfig):
     """``optimizer=sgd``."""
 
     name: str = "sgd"
-    lr: float = 0.05  # at the reference batch
+    lr: float = 0.01  # at the reference batch
     momentum: float = 0.9  # stays the same at every batch
     nesterov: bool = False
     weight_decay: float = 0.0  # added to the gradient, as torch.optim.SGD does

@@ -150,7 +150,8 @@ class Stream:
         self._closed = True
         self._chunk = None
         chunks, self._chunks = self._chunks, None
-        _stop_workers(chunks)
+        if hasattr(chunks, "_shutdown_workers"):
+            chunks._shutdown_workers()  # the loader's own end, now and not when the iterator happens to be collected
 
     def __enter__(self) -> Stream:
         return self
@@ -280,16 +281,6 @@ class _Requests:
             for at in range(0, length, size):
                 yield positions[at : at + size], indices[at : at + size]
             first = positions.stop
-
-
-def _stop_workers(chunks: Iterator[Any] | None) -> None:
-    """End a loader's worker processes now, by force where they do not leave."""
-    if not hasattr(chunks, "_workers"):
-        return
-    chunks._shutdown_workers()  # what the loader itself calls when it is collected
-    for worker in chunks._workers:
-        if worker.is_alive():
-            worker.kill()
 
 
 def _start_worker(worker_id: int) -> None:

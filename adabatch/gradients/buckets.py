@@ -23,12 +23,12 @@ class _Exchange:
 
     Attributes:
         group, world: the ranks that it reduces over.
-        elements: elements of all gradients that it reduces.
+        elements: real numbers in all gradients that it reduces.
         inner: the user's (state, hook) that does the communication, if any.
         attached: whether a tap uses it; DDP cannot unregister a hook, so it stays behind as a plain all-reduce.
         measuring: whether norms are taken.
         summing: whether the division by the world size is left to the caller, who divides anyhow.
-        parts, seen: norms and number of elements taken in this window's first synchronisation.
+        parts, seen: norms and real numbers taken in this window's first synchronisation.
         synchronised: synchronisations since the window began.
     """
 
@@ -55,7 +55,7 @@ def communicate(exchange, bucket):  # no annotations: DDP compares them with cla
     """
     buffer = bucket.buffer()
     if not exchange.synchronised:
-        exchange.seen += buffer.numel()
+        exchange.seen += _reals(buffer)
         if exchange.measuring:
             exchange.parts.append(pieces(buffer))
     if bucket.is_last():
@@ -176,7 +176,7 @@ def _exchange(
         raise ValueError("another tap is attached to this DistributedDataParallel module; call its detach() first")
     if not left_behind:
         _refuse_foreign_hook(module)
-    elements = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+    elements = sum(_reals(parameter) for parameter in module.parameters() if parameter.requires_grad)
     exchange = left_behind[0] if left_behind else _Exchange(module.process_group, layout.world, elements)
     exchange.inner, exchange.elements, exchange.attached = inner, elements, True
     if not left_behind:
@@ -191,6 +191,11 @@ def _refuse_foreign_hook(module: DistributedDataParallel) -> None:
             f"this DistributedDataParallel module has the communication hook {name!r} already, and DDP takes only one; "
             f"do not register it, hand it over as attach(model, comm_hook=(state, hook)), or use kind='hooks'"
         )
+
+
+def _reals(tensor: Tensor) -> int:
+    """Elements as real numbers: DDP's buckets hold complex gradients as such (torch 2.13), or not."""
+    return tensor.numel() * (2 if tensor.is_complex() else 1)
 
 
 def _first(future: torch.futures.Future) -> Tensor:

@@ -122,13 +122,17 @@ def _sent(numbers: Sequence[float], device: torch.device) -> Tensor:
 class Pending:
     """One window's measurement, still on the device: ``read`` waits for it, nothing else does."""
 
-    def __init__(self, numbers: Tensor, *, share: float, over_weight: bool) -> None:
+    def __init__(
+        self, numbers: Tensor, *, share: float, over_weight: bool, planned: tuple[int, int] | None = None
+    ) -> None:
         """
         Args:
             numbers: the summed vector with the norm of the mean gradient, and the loss scale if there is one.
             share: what a group's gradient is multiplied by to be its part p_k g_k of the mean gradient.
             over_weight: whether that is to be divided by the window's weight, which only the device knows.
+            planned: step and global batch of the plan that was to be carried out, if there was one.
         """
+        self._planned = planned
         self._share = share
         self._over_weight = over_weight
         self._values: list[float] | None = None
@@ -145,8 +149,12 @@ class Pending:
         """The measurement; waits for the device on the first call.
 
         A window of which nothing was measured, or a group of which was not finite, has 0 groups.
+
+        Raises:
+            ValueError: when the window's samples, over all ranks, were not the plan's.
         """
         values = self.values()
+        self._require_planned(round(values[SAMPLES]))
         weight = values[WEIGHT]
         share = self._share / (weight or math.nan) if self._over_weight else self._share
         scale = values[SCALE] if len(values) > SCALE else 1.0
@@ -162,6 +170,14 @@ class Pending:
             loss=values[LOSS] / (weight or math.nan),
             finite=math.isfinite(values[NORM]),
         )
+
+    def _require_planned(self, samples: int) -> None:
+        step, global_batch = self._planned or (0, samples)
+        if samples != global_batch:
+            raise ValueError(
+                f"the window of step {step} ran {samples} samples over all ranks, but its plan has {global_batch}; each "
+                f"rank takes micro-batches of plan.pieces(rank) samples, as stream.take(plan) gives them"
+            )
 
     @property
     def stop(self) -> bool:

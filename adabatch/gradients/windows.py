@@ -145,8 +145,7 @@ class Window:
             ``outcome.step`` skips.
 
         Raises:
-            ValueError: before the window is complete, twice, when this rank's samples are not the plan's, and for
-                parameters that the tap does not know.
+            ValueError: before the window is complete, twice, and for parameters that the tap does not know.
         """
         scaler = _enabled(scaler)
         optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
@@ -164,7 +163,9 @@ class Window:
             parts = [numbers, mean_norm.reshape(1), scale.reshape(1)]
         skip = ~torch.isfinite(mean_norm)
         self._multiply(factor if max_norm is None else factor * _clip(mean_norm, max_norm), skip)
-        self.measurement = Pending(torch.cat(parts), share=self._unit, over_weight=True)
+        self.measurement = Pending(
+            torch.cat(parts), share=self._unit, over_weight=True, planned=(self.plan.step, self.plan.global_batch)
+        )
         self._tap._open(summing=False)
         return Outcome(optimizers, self.measurement, skip, scaler)
 
@@ -192,12 +193,7 @@ class Window:
             raise ValueError("finish() comes once, after the `with accumulate(...)` block has ended")
         if scaler is not self._scaler:
             raise ValueError("finish() takes the scaler that backward() was given, or none when it was given none")
-        layout, samples = self._tap.layout, self._tap._tally.samples
-        if samples != self.plan.share(layout.rank):
-            raise ValueError(
-                f"rank {layout.rank} ran {samples} samples, but its share of the plan of step {self.plan.step} is "
-                f"{self.plan.share(layout.rank)} of {self.plan.global_batch}; take micro-batches of plan.pieces(rank) samples"
-            )
+        layout = self._tap.layout
         require_covered(layout, optimizers)
         if any(parameter.requires_grad for parameter in layout.frozen):
             raise ValueError("a parameter was unfrozen after attach(); call detach() and attach() again")

@@ -64,7 +64,7 @@ class ConvNet(nn.Module):
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, None]:
     """The mean cross entropy over images, in nats; no weight, since every sample counts once."""
     images, labels = batch
-    return F.cross_entropy(model(images), labels), None
+    return F.cross_entropy(model(images).float(), labels), None
 
 
 def accuracy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

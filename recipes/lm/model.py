@@ -127,7 +127,7 @@ def loss(model: nn.Module, batch: Tensor | Mapping[str, Tensor]) -> tuple[Tensor
     """
     tokens = batch if isinstance(batch, Tensor) else batch["tokens"]
     mask = None if isinstance(batch, Tensor) else batch.get("mask")
-    logits = model(tokens[:, :-1]).flatten(0, 1)
+    logits = model(tokens[:, :-1]).flatten(0, 1).float()  # under autocast they may come in half precision
     targets = tokens[:, 1:].flatten()
     if mask is None:
         return F.cross_entropy(logits, targets), None

@@ -430,6 +430,7 @@ def test_extra_is_a_fixed_point(tmp_path):
     first = save(checkpoints, 1, model, optimizer, **EXTRA)
     loaded = checkpoints.load(first, model=model, optimizer=optimizer)
     assert loaded == EXTRA == checkpoints.read_extra(first)
+    assert checkpoints.read_extra(save(checkpoints, 3, model, optimizer, a={"b": (1, (2,))})) == {"a": {"b": [1, [2]]}}
     second = save(checkpoints, 2, model, optimizer, **loaded)
     for name in (*(f"{key}.json" for key in EXTRA), "optimizer.json", "rng-00000.json"):
         assert (first / name).read_bytes() == (second / name).read_bytes()
@@ -441,7 +442,7 @@ def test_extra_is_a_fixed_point(tmp_path):
         ({"a": float("nan")}, "a is not JSON: Out of range"),
         ({"a": Path("x")}, "a is not JSON: .*PosixPath"),
         ({"a": {1: 2}}, "JSON would not give a back"),
-        ({"a": (1, 2)}, "JSON would not give a back"),
+        ({"a": [{"b": ({1: 2},)}]}, "JSON would not give a back"),
         ({"../a": 1}, "'../a' cannot name a file"),
         ({"manifest": 1}, "'manifest' cannot name a file"),
     ],

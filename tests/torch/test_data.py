@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import numpy
 import pytest
@@ -127,6 +128,13 @@ def test_every_order_of_a_few_samples_is_equally_likely(size: int) -> None:
     assert len(counts) == freedom + 1
     statistic = float(((counts - expected) ** 2 / expected).sum())
     assert abs(statistic - freedom) < 4 * (2 * freedom) ** 0.5
+
+
+@pytest.mark.parametrize("size", [9, 25])
+def test_odd_orders_come_as_often_as_even_ones(size: int) -> None:
+    orders = SampleOrder(size, 4).indices(torch.arange(size * 400)).view(400, size)
+    signs = torch.linalg.det(torch.nn.functional.one_hot(orders).double()).round()
+    assert abs(float(signs.sum())) < 4 * 400**0.5
 
 
 @pytest.mark.parametrize("size", [97, 1000, 40_009])
@@ -495,12 +503,16 @@ def test_cached_tensors_are_made_once_and_never_half_written(tmp_path, monkeypat
 
     def make() -> dict[str, torch.Tensor]:
         calls.append(1)
-        if len(calls) == 1:
-            raise OSError("disk full")
         return {"x": torch.arange(3)}
 
-    with pytest.raises(OSError, match="disk full"):
+    def fail(tensors: dict, path: Path) -> None:
+        path.write_text("half")
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="disk full"):
+        patch.setattr(torch, "save", fail)
         cached("numbers", make)
+    assert [path.suffix for path in (tmp_path / "adabatch").iterdir()] == [".lock"]
     for _ in range(2):
         assert cached("numbers", make)["x"].tolist() == [0, 1, 2]
     assert len(calls) == 2

@@ -16,7 +16,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from adabatch.data import fingerprint, stream
+from adabatch.data import fingerprint, sample_seed, stream
 from adabatch.plan import BatchLimits, split
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -268,6 +268,8 @@ def test_shifts_are_keyed_by_position_on_any_ranks() -> None:
     assert len(found) == 24
     plain = image_data.Digits(*digits(12))
     assert sum(bool(found[p].equal(plain[i][0])) for p in range(24) for i in range(12)) < 5  # most are moved
+    seen = {shifted.at(0, sample_seed(1, position))[0].numpy().tobytes() for position in range(800)}
+    assert len(seen) == 7 * 7
     down, right = 2, -3
     moved = image_data._moved(shifted.images[0], down, right)
     assert moved[down:, :right].equal(shifted.images[0][:-down, -right:])

@@ -1,0 +1,530 @@
+"""Taps and windows under DistributedDataParallel, over real gloo processes."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import gradient_cases as cases
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from adabatch import distributed, gradients
+from adabatch.noise import Measurement
+
+# Micro-batches of each rank.
+LAYOUTS = {
+    "one each": [[3], [5]],
+    "several": [[3, 1, 4], [2, 2, 5]],
+    "three ranks": [[2, 3], [1, 4], [5, 1]],
+}
+
+
+def pieces_of(sizes: list[list[int]], *, tokens: bool, dtype: torch.dtype) -> list[list[cases.Piece]]:
+    return [cases.pieces(mine, tokens=tokens, seed=10 + rank, dtype=dtype) for rank, mine in enumerate(sizes)]
+
+
+def one_window(
+    tap: gradients.Tap, model: nn.Module, mine: list[cases.Piece], sizes: list[list[int]], **finish: Any
+) -> gradients.Outcome:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gradients.accumulate(tap, cases.plan(sizes)) as window:
+        for piece in mine:
+            with window.micro_batch():
+                window.backward(cases.mean_loss(model, piece), samples=piece.samples, weight=piece.weight)
+    return window.finish(optimizer, **finish)
+
+
+def _windows(
+    sizes: list[list[int]], tokens: bool, kind: str, dtype: torch.dtype
+) -> tuple[list[Measurement], torch.Tensor, str]:
+    """Three windows, because DDP builds its buckets anew after the first."""
+    model = DistributedDataParallel(cases.network(dtype), bucket_cap_mb=0.05)
+    mine = pieces_of(sizes, tokens=tokens, dtype=dtype)[distributed.rank()]
+    measured = []
+    with gradients.attach(model, kind=kind) as tap:
+        for _ in range(3):
+            model.zero_grad()
+            measured.append(one_window(tap, model, mine, sizes).measurement.read())
+    return measured, cases.flat(model.module), tap.source.kind
+
+
+@pytest.mark.parametrize("kind", ["hooks", "ddp"])
+@pytest.mark.parametrize("tokens", [False, True])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_windows_agree_with_the_reference(name: str, tokens: bool, kind: str) -> None:
+    sizes = LAYOUTS[name]
+    for dtype, tolerance, exact in ((torch.float32, 1e-6, 1e-5), (torch.float64, 1e-12, 1e-12)):
+        results = ranks.run(_windows, len(sizes), sizes, tokens, kind, dtype)
+        everyone = pieces_of(sizes, tokens=tokens, dtype=dtype)
+        groups = everyone if kind == "ddp" else [[piece] for mine in everyone for piece in mine]
+        model = cases.network(dtype)
+        expected = cases.reference(model, groups)
+        big_batch = cases.gradient(model, [cases.joined([piece for mine in everyone for piece in mine])])
+        for measured, gradient, used in results:
+            assert used == kind
+            assert measured == results[0][0], "ranks measured differently"
+            assert max(cases.difference(one, expected) for one in measured) < tolerance
+            assert torch.dist(gradient, big_batch) / big_batch.norm() < exact
+
+
+def _passive(kind: str, accumulation: bool) -> tuple[Measurement, list[torch.Tensor], list[torch.Tensor]]:
+    """A loop that owns synchronisation and divides by itself, beside the same loop without a tap."""
+    sizes = LAYOUTS["several"] if accumulation else LAYOUTS["one each"]
+    everyone = pieces_of(sizes, tokens=True, dtype=torch.float32)
+    total = sum(piece.weight for mine in everyone for piece in mine)
+    mine = everyone[distributed.rank()]
+    found = []
+    for tapped in (True, False):
+        model = DistributedDataParallel(cases.network())
+        tap = gradients.attach(model, kind=kind) if tapped else None
+        for index, piece in enumerate(mine):
+            model.require_backward_grad_sync = index == len(mine) - 1
+            # DDP takes the mean over ranks, so the loop multiplies by their number
+            loss = cases.mean_loss(model, piece)
+            (loss * (piece.weight / total * 2)).backward()
+            if tap:
+                tap.note(piece.samples, piece.weight, loss)
+        if tap:
+            measured = tap.read().read()
+            tap.detach()
+        found.append([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+    return measured, found[0], found[1]
+
+
+@pytest.mark.parametrize("kind", ["hooks", "ddp"])
+@pytest.mark.parametrize("accumulation", [False, True])
+def test_the_passive_tap_agrees_and_leaves_every_byte_alone(kind: str, accumulation: bool) -> None:
+    everyone = pieces_of(LAYOUTS["several"] if accumulation else LAYOUTS["one each"], tokens=True, dtype=torch.float32)
+    groups = everyone if kind == "ddp" else [[piece] for mine in everyone for piece in mine]
+    expected = cases.reference(cases.network(), groups)
+    for measured, tapped, untapped in ranks.run(_passive, 2, kind, accumulation):
+        assert cases.difference(measured, expected) < 1e-6
+        assert all(torch.equal(one, other) for one, other in zip(tapped, untapped, strict=True))
+
+
+def _tokens_by_hand() -> float:
+    """Rank 0: 4 tokens of gradient 1; rank 1: 1 token of gradient 5."""
+    parameter = nn.Parameter(torch.zeros((), dtype=torch.float64))
+    model = DistributedDataParallel(Scalar(parameter))
+    tap = gradients.attach(model)
+    weight, slope = [(4, 1.0), (1, 5.0)][distributed.rank()]
+    with gradients.accumulate(tap, cases.plan([[4], [1]])) as window, window.micro_batch():
+        window.backward(model(slope), samples=weight)
+    window.finish(torch.optim.SGD([parameter], lr=0.1))
+    return parameter.grad.item()
+
+
+class Scalar(nn.Module):
+    """One parameter; output = parameter x slope."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        super().__init__()
+        self.parameter = parameter
+
+    def forward(self, slope: float) -> torch.Tensor:
+        return self.parameter * slope
+
+
+def test_unequal_ranks_without_accumulation() -> None:
+    assert ranks.run(_tokens_by_hand, 2) == pytest.approx([1.8, 1.8], rel=1e-14)
+
+
+def _filler(kind: str, weights: list[list[int]]) -> tuple[Measurement, torch.Tensor]:
+    model = DistributedDataParallel(cases.network(torch.float64))
+    tap = gradients.attach(model, kind=kind)
+    rank = distributed.rank()
+    everyone = pieces_of([[2] * len(mine) for mine in weights], tokens=False, dtype=torch.float64)
+    plan = cases.plan([[2 if weight else 0 for weight in mine] for mine in weights])
+    with gradients.accumulate(tap, plan) as window:
+        for piece, weight in zip(everyone[rank], weights[rank]):
+            with window.micro_batch():
+                window.backward(cases.mean_loss(model, piece), samples=2 if weight else 0, weight=weight)
+    return window.finish(torch.optim.SGD(model.parameters(), lr=0.1)).measurement.read(), cases.flat(model.module)
+
+
+@pytest.mark.parametrize(("kind", "groups"), [("hooks", 3), ("ddp", 2)])
+def test_fillers_and_ranks_of_weight_0_drop_out(kind: str, groups: int) -> None:
+    weights = [[2, 2], [2, 0], [0, 0]]
+    everyone = pieces_of([[2, 2]] * 3, tokens=False, dtype=torch.float64)
+    real = [everyone[0], everyone[1][:1]] if kind == "ddp" else [[piece] for piece in (*everyone[0], everyone[1][0])]
+    model = cases.network(torch.float64)
+    expected = cases.reference(model, real)
+    for measured, gradient in ranks.run(_filler, 3, kind, weights):
+        assert measured.groups == groups
+        assert cases.difference(measured, expected) < 1e-12
+        assert torch.dist(gradient, cases.gradient(model, [cases.joined(sum(real, []))])) < 1e-10
+
+
+# -- synchronisation
+
+
+def _count_reductions(make: Callable[[], nn.Module], accumulation: int) -> tuple[list[int], int, int]:
+    """Reductions per window of the model, all collectives of one window, and buckets."""
+    model = make()
+    tap = gradients.attach(model)
+    collectives: list[int] = []
+    real = dist.all_reduce
+
+    def counting(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        collectives.append(tensor.numel())
+        return real(tensor, *args, **kwargs)
+
+    dist.all_reduce = counting
+    sizes = [[1] * accumulation] * 2
+    for _ in range(3):
+        collectives.clear()
+        model.zero_grad()
+        one_window(tap, model, cases.pieces([1] * accumulation, tokens=False, seed=distributed.rank()), sizes)
+    dist.all_reduce = real
+    return collectives, sum(exchange.synchronised for exchange in tap.source._exchanges), len(tap.layout.parallel)
+
+
+def _one_module() -> nn.Module:
+    return DistributedDataParallel(cases.network())
+
+
+def _two_modules() -> nn.Module:
+    """Wrapped parts inside a plain module."""
+    return nn.Sequential(DistributedDataParallel(cases.network()), DistributedDataParallel(nn.Linear(6, 2)))
+
+
+@pytest.mark.parametrize(("make", "modules"), [(_one_module, 1), (_two_modules, 2)])
+def test_one_reduction_per_bucket_and_one_small_collective(make: Callable[[], nn.Module], modules: int) -> None:
+    for collectives, _, parallel in ranks.run(_count_reductions, 2, make, 8):
+        assert parallel == modules
+        assert collectives.count(7) == 1
+        assert len(collectives) == modules + 1
+
+
+def _forward_outside() -> str:
+    model = _one_module()
+    tap = gradients.attach(model)
+    piece = cases.pieces([2], tokens=False)[0]
+    try:
+        with gradients.accumulate(tap, cases.plan([[2, 2], [2, 2]])) as window:
+            loss = cases.mean_loss(model, piece)
+            with window.micro_batch():
+                window.backward(loss, samples=2)
+    except ValueError as error:
+        return str(error)
+    return "went on"
+
+
+def test_a_forward_pass_outside_of_the_micro_batch_is_an_error() -> None:
+    for message in ranks.run(_forward_outside, 2):
+        assert "synchronised before the window's last micro-batch" in message
+
+
+def _around_the_wrapper() -> str:
+    model = _one_module()
+    tap = gradients.attach(model)
+    try:
+        one_window(tap, model.module, cases.pieces([2], tokens=False), [[2], [2]])
+    except ValueError as error:
+        return str(error)
+    return "went on"
+
+
+def test_a_hook_that_did_not_fire_is_an_error() -> None:
+    for message in ranks.run(_around_the_wrapper, 2):
+        assert "ran 0 times in this window" in message and "not through its .module" in message
+
+
+def _synchronise_each() -> str:
+    model = _one_module()
+    tap = gradients.attach(model)
+    for piece in cases.pieces([2, 2], tokens=False):
+        cases.mean_loss(model, piece).backward()
+        tap.note(2)
+    try:
+        tap.read()
+    except ValueError as error:
+        return str(error)
+    return "went on"
+
+
+def test_synchronising_every_micro_batch_is_an_error_for_the_bucket_tap() -> None:
+    for message in ranks.run(_synchronise_each, 2):
+        assert "ran 2 times in this window instead of once" in message
+
+
+def _unfreeze() -> str:
+    network = cases.network()
+    network.wide.weight.requires_grad_(False)
+    model = DistributedDataParallel(network)
+    network.wide.weight.requires_grad_(True)
+    tap = gradients.attach(model)
+    try:
+        one_window(tap, model, cases.pieces([2], tokens=False), [[2], [2]])
+    except ValueError as error:
+        return str(error)
+    return "went on"
+
+
+def test_a_parameter_unfrozen_after_wrapping_is_an_error() -> None:
+    for message in ranks.run(_unfreeze, 2):
+        assert "unfrozen or added after wrapping" in message
+
+
+# -- parameters of all kinds
+
+
+class OnOneRank(nn.Module):
+    """``special`` has gradient ``slope`` on rank 0 and is not used on rank 1; ``idle`` is used nowhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.common = nn.Parameter(torch.zeros(()))
+        self.special = nn.Parameter(torch.zeros(()))
+        self.idle = nn.Parameter(torch.zeros(()))
+
+    def forward(self, slope: float) -> torch.Tensor:
+        used = self.common * 0.0
+        return used + self.special * slope if distributed.rank() == 0 else used
+
+
+def _unused(kind: str) -> tuple[float, float, float, bool]:
+    network = OnOneRank()
+    model = DistributedDataParallel(network, find_unused_parameters=True)
+    tap = gradients.attach(model, kind=kind)
+    with gradients.accumulate(tap, cases.plan([[1], [1]])) as window, window.micro_batch():
+        window.backward(model(2.0), samples=1)
+    measured = window.finish(torch.optim.SGD(model.parameters(), lr=0.1)).measurement.read()
+    return network.special.grad.item(), measured.mean_square, measured.group_square, network.idle.grad is None
+
+
+@pytest.mark.parametrize("kind", ["hooks", "ddp"])
+def test_a_parameter_used_on_one_rank_only(kind: str) -> None:
+    """Gradients 2 and none: mean 1, squares 4 and 0, each with weight 1/4."""
+    assert ranks.run(_unused, 2, kind) == [(1.0, 1.0, 1.0, True)] * 2
+
+
+def _complex(kind: str) -> tuple[float, float]:
+    parameter = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    model = DistributedDataParallel(Rotated(parameter))
+    tap = gradients.attach(model, kind=kind)
+    with gradients.accumulate(tap, cases.plan([[1], [1]])) as window, window.micro_batch():
+        window.backward(model(3 + 4j if distributed.rank() == 0 else 1j), samples=1)
+    measured = window.finish(torch.optim.SGD([parameter], lr=0.1)).measurement.read()
+    return measured.mean_square, measured.group_square
+
+
+class Rotated(Scalar):
+    def forward(self, slope: complex) -> torch.Tensor:
+        return (self.parameter[0] * torch.tensor(slope).conj()).real
+
+
+@pytest.mark.parametrize("kind", ["hooks", "ddp"])
+def test_complex_parameters(kind: str) -> None:
+    """Groups 3+4i and i: mean 1.5+2.5i."""
+    for mean_square, group_square in ranks.run(_complex, 2, kind):
+        assert (mean_square, group_square) == pytest.approx((8.5, 6.5))
+
+
+# -- communication hooks
+
+
+def _user_hook(handed_over: bool) -> Any:
+    model = _one_module()
+    if not handed_over:
+        model.register_comm_hook(None, default_hooks.allreduce_hook)
+        try:
+            gradients.attach(model)
+        except ValueError as error:
+            return str(error)
+        return "went on"
+    tap = gradients.attach(model, comm_hook=(None, default_hooks.allreduce_hook))
+    everyone = pieces_of(LAYOUTS["several"], tokens=True, dtype=torch.float32)
+    measured = one_window(tap, model, everyone[distributed.rank()], LAYOUTS["several"]).measurement.read()
+    return measured, cases.flat(model.module)
+
+
+def test_a_users_hook_is_wrapped_when_handed_over() -> None:
+    everyone = pieces_of(LAYOUTS["several"], tokens=True, dtype=torch.float32)
+    model = cases.network()
+    expected = cases.reference(model, everyone)
+    for measured, gradient in ranks.run(_user_hook, 2, True):
+        assert cases.difference(measured, expected) < 1e-6
+        assert torch.allclose(gradient, cases.gradient(model, sum(everyone, [])), rtol=1e-4, atol=1e-5)
+
+
+def test_a_hook_that_is_there_already_is_refused_with_the_way_out() -> None:
+    for message in ranks.run(_user_hook, 2, False):
+        assert "allreduce_hook" in message and "attach(model, comm_hook=(state, hook))" in message
+
+
+def _attach_again() -> list[Any]:
+    """A second tap while the first is on, then after it; and a plain step between them."""
+    model = _one_module()
+    everyone = pieces_of(LAYOUTS["one each"], tokens=True, dtype=torch.float32)
+    mine = everyone[distributed.rank()]
+    first = gradients.attach(model)
+    try:
+        gradients.attach(model)
+        message = "went on"
+    except ValueError as error:
+        message = str(error)
+    first.detach()
+    cases.mean_loss(model, mine[0]).backward()
+    between = cases.flat(model.module)
+    model.zero_grad()
+    second = gradients.attach(model)
+    measured = one_window(second, model, mine, LAYOUTS["one each"]).measurement.read()
+    return [message, between, measured]
+
+
+def test_detaching_leaves_an_ordinary_reduction_and_a_place_for_the_next_tap() -> None:
+    everyone = pieces_of(LAYOUTS["one each"], tokens=True, dtype=torch.float32)
+    model = cases.network()
+    mean = (cases.gradient(model, everyone[0]) + cases.gradient(model, everyone[1])) / 2
+    for message, between, measured in ranks.run(_attach_again, 2):
+        assert "another tap is attached" in message
+        assert torch.allclose(between, mean, rtol=1e-4, atol=1e-5)
+        assert cases.difference(measured, cases.reference(model, everyone)) < 1e-6
+
+
+# -- all ranks together
+
+
+def _not_finite_on_one_rank(fused: bool) -> tuple[bool, bool]:
+    model = _one_module()
+    tap = gradients.attach(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+    before = copy.deepcopy(model.state_dict())
+    with gradients.accumulate(tap, cases.plan([[2], [2]])) as window, window.micro_batch():
+        loss = cases.mean_loss(model, cases.pieces([2], tokens=False)[0])
+        window.backward(loss * (math.nan if distributed.rank() == 1 else 1.0), samples=2)
+    outcome = window.finish(optimizer, max_norm=1.0)
+    outcome.step()
+    return outcome.skipped(), all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_one_bad_rank_skips_on_all(fused: bool) -> None:
+    assert ranks.run(_not_finite_on_one_rank, 2, fused) == [(True, True)] * 2
+
+
+def _stop_on_one_rank() -> list[bool]:
+    model = _one_module()
+    tap = gradients.attach(model)
+    asked = []
+    for stop in (False, distributed.rank() == 1):
+        mine = cases.pieces([2], tokens=False)
+        asked.append(one_window(tap, model, mine, [[2], [2]], stop=stop).stop_requested())
+    return asked
+
+
+def test_one_rank_stops_all() -> None:
+    assert ranks.run(_stop_on_one_rank, 2) == [[False, True]] * 2
+
+
+def _fp16() -> list[tuple[float, bool]]:
+    """Token weights, a scale that overflows at first, and one rank that starts with a filler."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=1000)
+    tap = gradients.attach(model)
+    rank = distributed.rank()
+    sizes = [[0, 4], [4, 4]]
+    found = []
+    for step in range(6):
+        inputs = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(100 * rank + step))
+        with gradients.accumulate(tap, cases.plan(sizes)) as window:
+            for size, half in zip(sizes[rank], inputs):
+                with window.micro_batch():
+                    with torch.autocast("cpu", torch.float16):
+                        loss = (model(half) - half.sum(dim=1, keepdim=True)).square().mean()
+                    window.backward(loss, samples=size, weight=300.0 * size, scaler=scaler)
+        outcome = window.finish(optimizer, max_norm=1.0, scaler=scaler)
+        outcome.step()
+        optimizer.zero_grad()
+        found.append((scaler.get_scale(), outcome.skipped()))
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    return found
+
+
+def test_fp16_with_token_weights_loses_no_more_windows_than_with_plain_means() -> None:
+    first, second = ranks.run(_fp16, 2)
+    assert first == second
+    assert sum(skipped for _, skipped in first) <= 2
+    assert not first[-1][1]
+
+
+# -- what is refused on several ranks
+
+
+def _refuse(make: Callable[[], nn.Module]) -> str:
+    try:
+        gradients.attach(make())
+    except ValueError as error:
+        return str(error)
+    return "went on"
+
+
+def _plain() -> nn.Module:
+    return cases.network()
+
+
+def _partly_wrapped() -> nn.Module:
+    return nn.ModuleDict({"wrapped": DistributedDataParallel(nn.Linear(2, 2)), "bare": nn.Linear(2, 2)})
+
+
+def _doubly_wrapped() -> nn.Module:
+    return DistributedDataParallel(nn.Sequential(DistributedDataParallel(nn.Linear(2, 2)), nn.Linear(2, 2)))
+
+
+def _fully_sharded() -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2,)))
+
+
+def _tensor_parallel() -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_tensor
+
+    model = nn.Linear(4, 4)
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), init_device_mesh("cpu", (2,))))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "messages"),
+    [
+        (_plain, ["Tied is a plain module in a process group of 2 ranks", "wrap it in"]),
+        (_partly_wrapped, ["'bare.weight' is not synchronised over the 2 ranks"]),
+        (_doubly_wrapped, ["inside another one", "kind='hooks'"]),
+        (_fully_sharded, ["FSDPLinear", "FSDP2 (fully_shard)", "Supported: a plain module"]),
+        (_tensor_parallel, ["'weight' is a DTensor"]),
+    ],
+)
+def test_unsupported_models_are_refused(make: Callable[[], nn.Module], messages: list[str]) -> None:
+    for said in ranks.run(_refuse, 2, make):
+        for message in messages:
+            assert message in said
+
+
+def _single() -> str:
+    """One rank wrapped in DistributedDataParallel has nothing to compare with but its micro-batches."""
+    dist.init_process_group("gloo", init_method="env://")
+    model = DistributedDataParallel(cases.network())
+    with gradients.attach(model) as tap:
+        measured = one_window(tap, model, cases.pieces([2, 3], tokens=True), [[2, 3]]).measurement.read()
+    dist.destroy_process_group()
+    expected = cases.reference(cases.network(), [[piece] for piece in cases.pieces([2, 3], tokens=True)])
+    assert cases.difference(measured, expected) < 1e-6
+    return tap.source.kind
+
+
+def test_ddp_on_one_rank_uses_hooks() -> None:
+    assert ranks.run(_single, 1) == ["hooks"]
