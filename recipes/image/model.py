@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -64,10 +65,17 @@ class ConvNet(nn.Module):
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, None]:
     """The mean cross entropy over images, in nats; no weight, since every sample counts once."""
     images, labels = batch
-    return F.cross_entropy(model(images).float(), labels), None
+    return F.cross_entropy(at_least_single(model(images)), labels), None
 
 
-def accuracy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """The share of images whose likeliest class is the label, as a scalar tensor."""
+def metrics(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, tuple[Tensor, float]]:
+    """Summed cross entropy in nats and correct answers, each with the number of images."""
     images, labels = batch
-    return (model(images).argmax(1) == labels).float().mean()
+    logits = at_least_single(model(images))
+    correct = (logits.argmax(dim=1) == labels).sum()
+    return {"loss": (F.cross_entropy(logits, labels, reduction="sum"), len(labels)), "accuracy": (correct, len(labels))}
+
+
+def at_least_single(logits: Tensor) -> Tensor:
+    """Logits in single precision when autocast made them in half."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -8,47 +8,37 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import data
 import model as models
-import torch
-import torch.nn.functional as F
 from omegaconf import DictConfig
 
-from adabatch.config import Task, launch, program
+from adabatch.config import Task, launch, one_of, program, within
 
 
 @dataclass
 class ConvNetConfig:
     """``model=convnet``."""
 
-    width: int = 16  # channels of the first stage
-    hidden: int = 48  # width of the layer before the last
-    dropout: float = 0.0
+    width: int = within("[1, inf)", 16)  # channels of the first stage
+    hidden: int = within("[1, inf)", 48)  # width of the layer before the last
+    dropout: float = within("[0, 1)", 0.0)  # before the last layer
 
 
 @dataclass
 class DigitsConfig:
     """``data=mnist5k``, ``data=mnist``."""
 
-    name: str = "mnist_5k"  # mnist_5k or mnist
-    shift: int = 0  # largest random shift of training images in pixels
-
-
-def metrics(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> Mapping[str, tuple[torch.Tensor, float]]:
-    """Summed cross entropy and correct answers, and the number of images."""
-    images, labels = batch
-    logits = model(images).float()
-    correct = (logits.argmax(dim=1) == labels).sum()
-    return {"loss": (F.cross_entropy(logits, labels, reduction="sum"), len(labels)), "accuracy": (correct, len(labels))}
+    name: str = one_of(*data.SOURCES)  # the data set
+    shift: int = within("[0, 28)", 0)  # largest random shift of training images in pixels
 
 
 def make_task(config: DictConfig) -> Task:
     train, held_out = data.load(config.data.name, shift=config.data.shift)
     model = models.ConvNet(width=config.model.width, hidden=config.model.hidden, dropout=config.model.dropout)
-    return Task(model, train, held_out, models.loss, metrics)
+    return Task(model, train, held_out, models.loss, models.metrics)
 
 
 def run(config: DictConfig, arguments: Sequence[str]) -> int:

@@ -17,7 +17,8 @@ class Block(nn.Module):
         self.heads = heads
         self.dropout = dropout
         self.attention_norm = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
+        # Without bias: a key's has no gradient but rounding noise, which Adam would blow up to steps of full size.
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.attention_out = nn.Linear(width, width)
         self.mlp_norm = nn.LayerNorm(width)
         self.mlp_in = nn.Linear(width, 4 * width)
@@ -127,10 +128,22 @@ def loss(model: nn.Module, batch: Tensor | Mapping[str, Tensor]) -> tuple[Tensor
     """
     tokens = batch if isinstance(batch, Tensor) else batch["tokens"]
     mask = None if isinstance(batch, Tensor) else batch.get("mask")
-    logits = model(tokens[:, :-1]).flatten(0, 1).float()  # under autocast they may come in half precision
+    logits = at_least_single(model(tokens[:, :-1])).flatten(0, 1)
     targets = tokens[:, 1:].flatten()
     if mask is None:
         return F.cross_entropy(logits, targets), None
     total = F.cross_entropy(logits, targets.masked_fill(~mask.flatten(), -100), reduction="sum")
     weight = mask.sum()
     return total / weight.clamp(min=1), weight
+
+
+def metrics(model: nn.Module, batch: Tensor) -> dict[str, tuple[Tensor, float]]:
+    """Summed cross entropy over the predicted tokens of (samples, length + 1) ids, in nats, and their number."""
+    logits = at_least_single(model(batch[:, :-1])).flatten(0, 1)
+    total = F.cross_entropy(logits, batch[:, 1:].flatten(), reduction="sum")
+    return {"loss": (total, batch[:, 1:].numel())}
+
+
+def at_least_single(logits: Tensor) -> Tensor:
+    """Logits in single precision when autocast made them in half."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))

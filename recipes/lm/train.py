@@ -9,24 +9,22 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import data
 import model as models
-import torch
-import torch.nn.functional as F
-from omegaconf import DictConfig
+from omegaconf import MISSING, DictConfig
 
-from adabatch.config import Task, launch, program
+from adabatch.config import Task, launch, one_of, program, within
 
 
 @dataclass
 class GptConfig:
     """``model=gpt_small`` and its sisters."""
 
-    size: str = "0.5M"  # 0.1M, 0.5M or 5M parameters
-    dropout: float = 0.0
+    size: str = one_of("0.5M", *models.SIZES)  # parameters
+    dropout: float = within("[0, 1)", 0.0)  # of attention weights and residual branches
     tied: bool = False  # the output layer is the embedding's transpose
 
 
@@ -34,19 +32,12 @@ class GptConfig:
 class TextConfig:
     """``data=stdlib``, ``data=text``."""
 
-    path: str = "stdlib"  # the interpreter's own library source, a text file, or a folder
+    path: str = MISSING  # the interpreter's own library source, a text file, or a folder
     pattern: str = "*"  # file names to read in a folder
-    sequence_length: int = 64  # tokens of a sample
-    tokenizer: str = "bytes"  # bytes, or bpe (trained on the training split)
-    vocabulary: int = 4096  # tokens of the bpe
-    held_out: float = 0.05  # share of the documents kept for evaluation
-
-
-def metrics(model: torch.nn.Module, batch: torch.Tensor) -> Mapping[str, tuple[torch.Tensor, float]]:
-    """Summed cross entropy over the predicted tokens, in nats, and their number."""
-    logits = model(batch[:, :-1])
-    total = F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten(), reduction="sum")
-    return {"loss": (total, batch[:, 1:].numel())}
+    sequence_length: int = within("[1, inf)", 64)  # tokens of a sample
+    tokenizer: str = one_of(*data.TOKENIZERS)  # bpe is trained on the training split
+    vocabulary: int = within("[257, inf)", 4096)  # tokens of the bpe
+    held_out: float = within("(0, 1)", 0.05)  # share of the documents kept for evaluation
 
 
 def make_task(config: DictConfig) -> Task:
@@ -65,7 +56,7 @@ def make_task(config: DictConfig) -> Task:
         dropout=config.model.dropout,
         tied=config.model.tied,
     )
-    return Task(model, corpus.train, corpus.held_out, models.loss, metrics, config.data.sequence_length)
+    return Task(model, corpus.train, corpus.held_out, models.loss, models.metrics, config.data.sequence_length)
 
 
 def run(config: DictConfig, arguments: Sequence[str]) -> int:

@@ -181,7 +181,7 @@ def train(case: Case, controller: Controller, world: distributed.World, layout: 
 def record(case: Case, folder: Path, steps: int) -> None:
     """An adaptive run on one rank, undamped so that the batch moves often; its ledger is what is replayed."""
     controller = Controller(
-        TargetEfficiency(0.5),
+        TargetEfficiency(0.15),
         limits=BatchLimits(1, 8, max_batch=96, rounding="none"),
         start_batch=START,
         noise=NoiseEstimator(horizon=HORIZON),
@@ -190,7 +190,7 @@ def record(case: Case, folder: Path, steps: int) -> None:
         damping=Damping(interval_gate=False, growth=1.7, dead_band=1.0),
         decide_every=2,
     )
-    train(case, controller, distributed.World.single(), Layout(1, 8, 0), steps)
+    train(case, controller, distributed.start(device="cpu"), Layout(1, 8, 0), steps)
     controller.ledger.save(folder / f"{case.name}.json")
 
 
@@ -320,7 +320,8 @@ def compare(folder: Path, cases: list[Case], layouts: list[Layout], steps: int) 
         same = all(same_positions(results, ledger, steps) for results in loaded)
         all_same &= same
         worst[case.dtype] = max(worst[case.dtype], *ratios)
-        batches = f"{START} to {max(segment.global_batch for segment in ledger.segments)}, {len(ledger.segments)} segments"
+        used = [segment.global_batch for segment in ledger.segments]
+        batches = f"{min(used)} to {max(used)}, {len(used)} segments"
         cells = [f"{ratio:.0e}" for ratio in ratios[: len(layouts) - 1]]
         table.add(case.name, batches, *cells, hand, "yes" if same else "NO")
     targets = [
