@@ -426,10 +426,10 @@ def _scale_of(estimate: Mapping[str, Any] | None) -> float | None:
 
 def _is_sound(estimate: Estimate) -> bool:
     """Whether its numbers can be compared and recorded: squares that overflow leave some that cannot."""
-    numbers = [estimate.signal, estimate.noise, estimate.low]
-    if estimate.resolved:
-        numbers += [estimate.scale, estimate.high]
-    return all(map(math.isfinite, numbers)) and 0 <= estimate.low <= estimate.high and estimate.scale >= 0
+    bounded = math.isfinite(estimate.scale) and math.isfinite(estimate.high)
+    numbers = all(map(math.isfinite, (estimate.signal, estimate.noise, estimate.low)))
+    ordered = 0 <= estimate.low <= estimate.high and estimate.scale >= 0
+    return numbers and ordered and (bounded if estimate.resolved else math.isinf(estimate.high))
 
 
 def _kind(batch: int, current: int, proposal: Proposal) -> str:

@@ -68,12 +68,15 @@ def start(device: str = "auto", backend: str | None = None, timeout_seconds: flo
         timeout_seconds: how long any collective waits for the other ranks before it raises.
 
     Raises:
-        ValueError: for half of torchrun's variables, more ranks than GPUs, an unknown device or a timeout of 0.
+        ValueError: for half of torchrun's variables, more ranks than GPUs, an unknown or absent device, a backend that
+            cannot serve it, or a timeout of 0.
     """
     if not timeout_seconds > 0:
         raise ValueError(f"timeout_seconds must be above 0, got {timeout_seconds}")
     launch = _launch(os.environ)
     where = _device(device, launch["LOCAL_RANK"], launch["LOCAL_WORLD_SIZE"])
+    if backend == "nccl" and where.type != "cuda":
+        raise ValueError(f"backend nccl serves GPUs only, and the device is {where}; use gloo, or name no backend")
     if where.type == "cuda":
         torch.cuda.set_device(where)
     if launch["WORLD_SIZE"] > 1 and not dist.is_initialized():
@@ -224,12 +227,18 @@ def _device(name: str, local_rank: int, local_size: int) -> torch.device:
     device = torch.device(name) if name.partition(":")[0] in ("cpu", "cuda") else None
     if device is None:
         raise ValueError(f"device must be auto, cpu, cuda or cuda:<index>, got {name!r}")
-    if device.type == "cpu" or device.index is not None:
+    if device.type == "cpu":
         return device
-    if local_size > torch.cuda.device_count():
+    found = torch.cuda.device_count()
+    if not found:
+        raise ValueError(f"device={name} for the ranks on this machine, but torch finds no GPU; use device=cpu or auto")
+    if device.index is not None:
+        if device.index >= found:
+            raise ValueError(f"device={name}, but this machine has {found} GPUs: cuda:0 to cuda:{found - 1}")
+        return device
+    if local_size > found:
         raise ValueError(
-            f"{local_size} ranks on this machine but {torch.cuda.device_count()} GPUs; start one rank per GPU, "
-            f"or use device=cpu"
+            f"{local_size} ranks on this machine but {found} GPUs; start one rank per GPU, or use device=cpu"
         )
     return torch.device("cuda", local_rank)
 

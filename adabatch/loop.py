@@ -230,7 +230,7 @@ class Trainer:
                     reason = self._next(interrupt)
                 self._conclude(reason)
             except TooManySkipped:
-                self._save_ledger()
+                self.save_ledger()
                 raise
         return reason
 
@@ -274,14 +274,14 @@ class Trainer:
         decision = self.controller.commit(plan, outcome.measurement)
         self.meter.add(outcome.measurement)
         if decision is not None:
-            self._record_decision(decision)
+            self.record_decision(decision)
         if self.controller.progress.steps % self.settings.log_every == 0:
             self._record_step(plan, outcome)
         if self.held_out and _crossed(before, self.controller.progress.samples, self.settings.evaluate_every):
             loss = self.evaluate()["loss"]
             if self.settings.target_loss is not None and loss <= self.settings.target_loss:
                 return "loss"
-        # A GPU is asked one step late: by then the answer is there, and the host need not wait for the step just queued.
+        # A GPU is asked one step late: by then the answer is there, and the host need not wait for the step just run.
         asked = outcome if self.world.device.type == "cpu" else previous
         if asked is not None and asked.stop_requested() and not self.controller.done:
             # Without a word of its own, rank 0 stops because another rank was told to.
@@ -351,9 +351,10 @@ class Trainer:
             except CheckpointError as error:
                 if self.world.rank == 0:
                     print(f"adabatch: saving failed, training goes on: {error}", file=sys.stderr, flush=True)
-            self._save_ledger()
+            self.save_ledger()
 
-    def _save_ledger(self) -> None:
+    def save_ledger(self) -> None:
+        """Write the ledger into the run folder, on rank 0."""
         if self.world.rank == 0:
             self.controller.ledger.save(self.ledger_file)
 
@@ -367,7 +368,8 @@ class Trainer:
             "seconds": self.clock.seconds(),
         }
 
-    def _record_decision(self, decision: Decision) -> None:
+    def record_decision(self, decision: Decision) -> None:
+        """Log a decision; one that changed the batch goes to the ledger's file at once."""
         self.log.decision(
             {
                 **self.where(),
@@ -381,7 +383,7 @@ class Trainer:
             }
         )
         if decision.changed:
-            self._save_ledger()
+            self.save_ledger()
 
     def _record_step(self, plan: BatchPlan, outcome: gradients.Outcome) -> None:
         where = self.where()

@@ -15,20 +15,19 @@ from typing import Any
 
 # Blocks of one sliding memory: fewer make Student's quantile wide, and more buy nothing.
 MOST_BLOCKS = 32
-# A full memory never holds fewer steps than this, so that there are blocks to compare.
-FEWEST_STEPS = 16
+# A memory holds at least so many steps, to have blocks to compare, and otherwise at most this share of a run.
+FEWEST_STEPS, LARGEST_SHARE = 16, 0.05
 # With fewer blocks than this, their variance is too uncertain to close an interval.
 FEWEST_BLOCKS = 8
-# How much longer the memory is that sizes the memory: an estimate must not choose its own window.
+# How much longer the history is that sizes the memory: an estimate must not choose its own window.
 SIZING = 8
-# Blocks that have left the memory are joined to blocks of this share of it; each new one is an occasion to resize.
+# Size of the history's blocks beyond the memory, as a share of the memory.
 COARSE = 0.25
-# The memory doubles when the wanted one is above the first multiple of it, and halves below the second. They lie a
-# factor of 4 apart, so that the error of a sizing (about a third) moves nothing back and forth.
-HYST = 0.5
+# Squared norms above this are no measurement: sums of their squares would leave the range of floats.
+LARGEST = 1e120
 
-# A block is the sums over neighbouring windows of N, 1, N G^2, N S, (N G^2)^2, N N G^2 and N^2.
-SAMPLES, STEPS, SIGNAL, NOISE = range(4)
+# A block holds sums over neighbouring windows: of N, 1, N G^2, N S and a reading of the variance of N G^2.
+SAMPLES, STEPS, SIGNAL, NOISE, VARIANCE = range(5)
 
 Block = list[float]
 Blocks = list[Block]
@@ -79,8 +78,8 @@ class Measurement:
     @property
     def measurable(self) -> bool:
         """Whether there are two groups to compare, and finite numbers to compare them by."""
-        enough = self.finite and self.groups >= 2 and self.weight_square < 1.0
-        return enough and math.isfinite(self.mean_square) and math.isfinite(self.group_square)
+        comparable = self.finite and self.groups >= 2 and self.weight_square < 1.0
+        return comparable and self.samples * (self.mean_square + self.group_square) < LARGEST
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,16 +123,21 @@ class NoiseEstimator:
 
     S and G^2 are averaged over a sliding memory, weighted by samples. The memory spans the samples of measured windows
     that bring the standard error of the averaged G^2 down to ``relative_error`` of it. That is judged over an eight
-    times longer memory, and moves by factors of 2, between 16 steps and 5 % of the run; where the two cross, the 16
-    steps win, since fewer make no interval.
+    times longer history, and moves by factors of 2, between 16 steps and 5 % of the run; where the two cross, the 16
+    steps win, since fewer make no interval. The first half of a run so far is left out of it, too: a run starts with
+    gradients like none that follow.
+
+    The memory is chosen anew at every step, from sums over the whole history and from nothing else. Whatever they are,
+    every order of the windows in the history is about equally likely, as long as nothing drifts: choosing biases
+    nothing. Hysteresis would (G^2 low by 2 to 3 % while a run starts), since it keeps old windows where they were low.
+    For the same reason a memory that grows takes back what it had let go.
 
     Args:
         relative_error: standard error that the averaged G^2 should have, as a share of it.
         confidence: coverage of the interval.
-        horizon: samples of the whole run; the memory is capped at ``memory_share`` of it. None: no cap.
+        horizon: samples of the whole run; the memory is capped at 5 % of it. None: no cap.
         dataset_size: samples D of a data set that is read by epochs. Sampling without replacement makes G^2 low by
             S / D, which is added to the average. None: every sample is a fresh one.
-        memory_share: largest share of the run that the memory may span.
         geometry: the norm in which the measurements were made; only passed on to the estimates.
 
     Raises:
@@ -147,11 +151,9 @@ class NoiseEstimator:
         confidence: float = 0.95,
         horizon: int | None = None,
         dataset_size: int | None = None,
-        memory_share: float = 0.05,
         geometry: str = "euclidean",
     ) -> None:
-        shares = {"relative_error": relative_error, "confidence": confidence, "memory_share": memory_share}
-        for name, value in shares.items():
+        for name, value in (("relative_error", relative_error), ("confidence", confidence)):
             if not 0.0 < value < 1.0:
                 raise ValueError(f"noise.{name} must lie between 0 and 1, got {value!r}")
         for name, count in (("horizon", horizon), ("dataset_size", dataset_size)):
@@ -159,29 +161,31 @@ class NoiseEstimator:
                 raise ValueError(f"noise.{name} must be at least 1 sample, or None when unknown, got {count!r}")
         self.relative_error = relative_error
         self.confidence = confidence
-        self.cap = math.inf if horizon is None else memory_share * horizon
+        self.cap = math.inf if horizon is None else LARGEST_SHARE * horizon
         self.inverse_size = 0.0 if dataset_size is None else 1.0 / dataset_size
         self.geometry = geometry
 
     def init(self) -> State:
         """The state before anything was measured."""
-        return {"memory": 0.0, "total": [0] * 7, "recent": [], "older": []}
+        return {"memory": 0.0, "last": None, "total": [0, 0, 0.0, 0.0, 0.0], "recent": [], "older": []}
 
     def update(self, state: State, measurement: Measurement) -> State:
         """The state after one more window; ``state`` itself when the window cannot be measured."""
         if not measurement.measurable:
             return state
-        samples, signal = measurement.samples, measurement.samples * measurement.signal
-        row = [samples, 1, signal, samples * measurement.noise, signal**2, samples * signal, samples**2]
+        samples, signal = measurement.samples, measurement.signal
+        variance = _difference_variance(samples, signal, *(state["last"] or (samples, signal)))
+        row = [samples, 1, samples * signal, samples * measurement.noise, variance]
         total = _sum(state["total"], row)
-        memory = self._resize(state["memory"] or float(FEWEST_STEPS * samples), samples, total)
-        aim = min(memory, self.cap)
+        batch = (_total(state["recent"], SAMPLES) + samples) / (_total(state["recent"], STEPS) + 1)
+        memory = self._resize(state["memory"] or float(FEWEST_STEPS * samples), batch, total)
+        aim = self._aim(memory, total)
         recent, older = _add(state["recent"], row, aim / MOST_BLOCKS), state["older"].copy()
-        if not _retire(recent, older, aim):
-            _recall(recent, older, aim)
+        _balance(recent, older, aim)
         if _forget(older, total, SIZING * aim):
-            total = [sum(column) for column in zip(*recent, *older, strict=True)]
-        return {"memory": memory, "total": total, "recent": _compact(recent), "older": _compact(older)}
+            total = [sum(column) for column in zip(*older, *recent, strict=True)]
+        blocks = {"recent": _compact(recent), "older": _compact(older)}
+        return {"memory": memory, "last": [samples, signal], "total": total, **blocks}
 
     def value(self, state: State) -> Estimate | None:
         """The estimate, or None before anything was measured."""
@@ -200,8 +204,7 @@ class NoiseEstimator:
         # 1/scale = G^2/S + 1/D: the correction for finite data shifts the signal by a multiple of the noise.
         signal, spread = signal + noise * self.inverse_size, spread.shifted(self.inverse_size)
         low, high = _interval(signal / unit, noise / unit, spread, 0.5 + 0.5 * self.confidence)
-        if len(blocks) < FEWEST_BLOCKS:
-            high = math.inf
+        high = high if len(blocks) >= FEWEST_BLOCKS else math.inf
         return Estimate(
             signal=signal,
             noise=noise,
@@ -211,34 +214,33 @@ class NoiseEstimator:
             resolved=high < math.inf,
             samples=samples,
             steps=steps,
-            memory=round(max(min(state["memory"], self.cap), FEWEST_STEPS * samples / steps)),
+            memory=round(max(self._aim(state["memory"], state["total"]), FEWEST_STEPS * samples / steps)),
             geometry=self.geometry,
         )
 
+    def _aim(self, memory: float, total: Block) -> float:
+        """Samples to average over: the chosen memory within its bounds, and never the first half of a run."""
+        return min(memory, self.cap, 0.5 * total[SAMPLES])
+
     def _resize(self, memory: float, batch: float, total: Block) -> float:
-        """The memory times the power of 2 that comes nearest to what the longer memory asks for."""
-        wanted = max(self._wanted(total, batch), FEWEST_STEPS * batch)
+        """``memory`` times the power of 2 that brings it nearest to what the history asks for."""
         most = math.ceil(math.log2(min(total[SAMPLES], self.cap) / memory))
-        if wanted == math.inf:
-            return memory * 2.0**most
-        off = math.log2(wanted / memory)
-        return memory * 2.0 ** min(round(off) if abs(off) > HYST else 0, most)
+        wanted = max(self._wanted(total, batch), FEWEST_STEPS * batch)
+        return memory * 2.0 ** (min(round(math.log2(wanted / memory)), most) if wanted < math.inf else most)
 
     def _wanted(self, total: Block, batch: float) -> float:
         """Samples after which the averaged G^2 has the wanted relative error; inf while no signal is seen.
 
-        The variance c of one step's N G^2 around N times the average is measured, not taken from the formula
-        2 tr(Sigma^2) K/(K-1): the two agree at low signal, and the measured one also has the 4 N G'Sigma G term and
-        heavy tails, and needs no d_eff. It is the plain second moment over hundreds of steps, which is several times
-        as precise as differences of 32 blocks, and to which a drift of G^2 adds some steps at most. In batches of B
-        samples, the mean over M samples then has variance c / (B M), whatever batches c was measured at.
+        The variance c of one step's N G^2 is measured, not taken from the formula 2 tr(Sigma^2) K/(K-1): the two agree
+        at low signal, and the measured one also has the 4 N G'Sigma G term and heavy tails, and needs no d_eff. It
+        comes from successive steps: these are several times as precise as differences of 32 blocks, and the steep
+        fall of G^2 with which a run starts does not pass for noise, as it would in a plain second moment. In batches
+        of B samples, the mean over M samples then has variance c / (B M), whatever batches c was measured at.
         """
-        samples, steps, signal, noise, square, product, size_square = total
-        mean, corrected = signal / samples, (signal + noise * self.inverse_size) / samples
-        if corrected <= 0.0:
+        signal = (total[SIGNAL] + total[NOISE] * self.inverse_size) / total[SAMPLES]
+        if signal <= 0.0:
             return math.inf
-        variance = (square - 2.0 * mean * product + mean * mean * size_square) / steps
-        return variance / (corrected * self.relative_error) ** 2 / batch
+        return total[VARIANCE] / total[STEPS] / signal / signal / self.relative_error**2 / batch
 
 
 def data_efficiency(batch: float, scale: float) -> float:
@@ -298,12 +300,10 @@ def _spread(sizes: list[int], signals: list[float], noises: list[float]) -> _Spr
     """
     if len(sizes) < 2:
         return _Spread(math.inf, math.inf, 0.0, 1.0)
-    signal = noise = both = 0.0
-    mass = squares = 0
+    signal = noise = both = mass = squares = 0
     for i in range(1, len(sizes)):
         left, right = sizes[i - 1], sizes[i]
-        x, y = signals[i] - signals[i - 1], noises[i] - noises[i - 1]
-        weight = left * right
+        weight, x, y = left * right, signals[i] - signals[i - 1], noises[i] - noises[i - 1]
         signal += weight * x * x
         noise += weight * y * y
         both += weight * x * y
@@ -322,19 +322,21 @@ def _interval(signal: float, noise: float, spread: _Spread, probability: float) 
     """
     if math.isinf(spread.signal):
         return 0.0, math.inf
-    t2 = student_quantile(probability, spread.freedom) ** 2
-    cross = noise * max(signal, 0.0) - t2 * spread.both
+    signal, t2 = max(signal, 0.0), student_quantile(probability, spread.freedom) ** 2
+    cross = noise * signal - t2 * spread.both
     signal_left = signal * signal - t2 * spread.signal
     noise_left = noise * noise - t2 * spread.noise
-    if signal > 0.0 and signal_left > 0.0:
-        root = math.sqrt(max(cross * cross - signal_left * noise_left, 0.0))
+    root = math.sqrt(max(cross * cross - signal_left * noise_left, 0.0))
+    if signal_left > 0.0:
         return max((cross - root) / signal_left, 0.0), max((cross + root) / signal_left, 0.0)
     if noise <= 0.0 or noise_left <= 0.0:
         return 0.0, math.inf
-    if signal < 0.0:
-        signal_left = -t2 * spread.signal
-    largest = (cross + math.sqrt(max(cross * cross - signal_left * noise_left, 0.0))) / noise_left
-    return (1.0 / largest if largest > 0.0 else 0.0), math.inf
+    return (noise_left / (cross + root) if cross + root > 0.0 else 0.0), math.inf
+
+
+def _difference_variance(samples: int, signal: float, last_samples: int, last_signal: float) -> float:
+    """The variance c of N G^2, read from two steps whose G^2 have the variances c / N^2."""
+    return (signal - last_signal) ** 2 / (1.0 / samples**2 + 1.0 / last_samples**2)
 
 
 def _add(blocks: Blocks, row: Block, size: float) -> Blocks:
@@ -344,38 +346,28 @@ def _add(blocks: Blocks, row: Block, size: float) -> Blocks:
     return [*blocks, row]
 
 
-def _retire(recent: Blocks, older: Blocks, aim: float) -> bool:
-    """Move blocks beyond ``aim`` samples from ``recent`` to ``older``; whether there were any.
+def _balance(recent: Blocks, older: Blocks, aim: float) -> None:
+    """Move blocks between the two lists, so that ``recent`` spans ``aim`` samples or little less.
 
     The lists are changed, the blocks never: states share them.
     """
-    samples = _total(recent, SAMPLES)
-    if samples <= aim:
-        return False
-    steps = _total(recent, STEPS)
+    samples, steps = _total(recent, SAMPLES), _total(recent, STEPS)
     while samples > aim and steps - recent[0][STEPS] >= FEWEST_STEPS:
         block = recent.pop(0)
         samples, steps = samples - block[SAMPLES], steps - block[STEPS]
         older[:] = _add(older, block, COARSE * aim)
-    return True
-
-
-def _recall(recent: Blocks, older: Blocks, aim: float) -> None:
-    """Move blocks back from ``older`` as long as they fit into ``aim`` samples."""
-    if older:
-        samples = _total(recent, SAMPLES)
-        while older and samples + older[-1][SAMPLES] <= aim:
-            recent.insert(0, older.pop())
-            samples += recent[0][SAMPLES]
+    while older and samples + older[-1][SAMPLES] <= aim:
+        recent.insert(0, older.pop())
+        samples += recent[0][SAMPLES]
 
 
 def _forget(older: Blocks, total: Block, span: float) -> bool:
-    """Drop the oldest blocks beyond ``span`` samples, but never below the steps that a sizing needs."""
-    samples, steps, count = total[SAMPLES], total[STEPS], len(older)
+    """Drop the oldest blocks beyond ``span`` samples, except for the steps that a sizing needs; whether any went."""
+    samples, steps = total[SAMPLES], total[STEPS]
     while older and samples > span and steps - older[0][STEPS] >= SIZING * FEWEST_STEPS:
         block = older.pop(0)
         samples, steps = samples - block[SAMPLES], steps - block[STEPS]
-    return len(older) < count
+    return steps < total[STEPS]
 
 
 def _compact(blocks: Blocks) -> Blocks:
@@ -396,12 +388,10 @@ def _sum(left: Block, right: Block) -> Block:
     return [a + b for a, b in zip(left, right, strict=True)]
 
 
-def _cosine_power_integral(angle: float, power: float, pieces: int = 64) -> float:
-    """The integral of cos^power from 0 to ``angle``, by Simpson's rule."""
-    width = angle / pieces
-    ends = 1.0 + math.cos(angle) ** power
-    inner = math.fsum((4.0 if i % 2 else 2.0) * math.cos(i * width) ** power for i in range(1, pieces))
-    return (ends + inner) * width / 3.0
+def _cosine_power_integral(angle: float, power: float) -> float:
+    """The integral of cos^power from 0 to ``angle``, by Simpson's rule in 64 pieces."""
+    inner = math.fsum((4.0 if i % 2 else 2.0) * math.cos(i * angle / 64) ** power for i in range(1, 64))
+    return (1.0 + inner + math.cos(angle) ** power) * angle / 192.0
 
 
 def _check_efficiency(batch: float, scale: float) -> None:

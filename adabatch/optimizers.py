@@ -5,11 +5,13 @@ configured values and what was applied last are kept as plain numbers in the par
 they travel with the optimizer's state dict. When the batch changes, Adam's state is carried over (DESIGN of this module:
 the update right after the switch is the one that the new batch would have had all along):
 
-- step counter t -> t / (new beta exponent / old one), so that beta ** t, the bias correction, is unchanged;
+- step counter t -> t / (new exponent of beta2 / old one), so that beta2 ** t, the bias correction, is unchanged; the
+  first moment is multiplied by the change of its own correction 1 - beta1 ** t, so that m_hat is unchanged, too;
 - when the batch falls to a share r, v_hat -> m_hat^2 + max(v_hat - m_hat^2, 0) / r: the noise part of the second moment
   grows at once, where otherwise the learning rate would be too high for 1/(1 - beta2) steps.
 
-The momentum of SGD and Muon stays: it is no average, and shortening it would lower the learning rate with it.
+The momentum of SGD and Muon stays: it is no average, and shortening it would lower the learning rate with it. So does
+beta1 unless the scales say otherwise (see ``adabatch.scaling``).
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ KINDS = ("adam", "sgd", "muon")
 # Keys in the parameter groups. The kappa of a group to which nothing was applied yet is 0.
 _BASE = {"lr": "adabatch_base_lr", "eps": "adabatch_base_eps", "weight_decay": "adabatch_base_weight_decay"}
 _BASE_BETAS = ("adabatch_base_beta1", "adabatch_base_beta2")
-_LR, _KAPPA, _EXPONENT, _MOVED = "adabatch_lr", "adabatch_kappa", "adabatch_beta_exponent", "adabatch_moved"
+_LR, _KAPPA, _EXPONENT, _MOVED = "adabatch_lr", "adabatch_kappa", "adabatch_beta2_exponent", "adabatch_moved"
 
 # Betas stay below 1, which they must not reach by rounding.
 _LARGEST_BETA = math.nextafter(1.0, 0.0)
@@ -125,8 +127,8 @@ def _set_values(group: dict[str, Any], plan: BatchPlan, treated_as: str) -> None
         _put(group, "weight_decay", group[_BASE["weight_decay"]] * scales.weight_decay)
     if treated_as == "adam":
         _put(group, "eps", group[_BASE["eps"]] * scales.eps)
-        _put_betas(group, scales.beta_exponent)
-    group.update({_LR: _number(group["lr"]), _KAPPA: scales.kappa, _EXPONENT: scales.beta_exponent})
+        _put_betas(group, (scales.beta1_exponent, scales.beta2_exponent))
+    group.update({_LR: _number(group["lr"]), _KAPPA: scales.kappa, _EXPONENT: scales.beta2_exponent})
     group[_MOVED] = float(_moves(scales))
 
 
@@ -138,8 +140,8 @@ def _put(group: dict[str, Any], key: str, value: float) -> None:
         group[key] = value
 
 
-def _put_betas(group: dict[str, Any], exponent: float) -> None:
-    betas = [min(group[key] ** exponent, _LARGEST_BETA) for key in _BASE_BETAS]
+def _put_betas(group: dict[str, Any], exponents: tuple[float, float]) -> None:
+    betas = [min(group[key] ** exponent, _LARGEST_BETA) for key, exponent in zip(_BASE_BETAS, exponents)]
     if any(isinstance(beta, Tensor) for beta in group["betas"]):
         for tensor, beta in zip(group["betas"], betas):
             tensor.fill_(beta)
@@ -172,9 +174,22 @@ def _carry_moments(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], s
     if share < 1 and (group[_MOVED] or _moves(scales)):
         for state in states:
             _raise_noise(state, share, *(float(beta) for beta in group["betas"]))
-    exponents = scales.beta_exponent / group[_EXPONENT]
-    if exponents != 1 and states:
-        torch._foreach_div_([state["step"] for state in states], exponents)
+    ratio = scales.beta2_exponent / group[_EXPONENT]
+    if ratio == 1:
+        return
+    beta1 = float(group["betas"][0])
+    new_beta1 = min(group[_BASE_BETAS[0]] ** scales.beta1_exponent, _LARGEST_BETA)
+    for state in states:
+        _recount(state, ratio, beta1, new_beta1)
+
+
+def _recount(state: Mapping[str, Any], ratio: float, beta1: float, new_beta1: float) -> None:
+    """Divide the step counter by ``ratio``, and make up for it in the first moment: m_hat stays as it is."""
+    correction = 1 - beta1 ** state["step"].double()
+    state["step"].div_(ratio)
+    factor = (1 - new_beta1 ** state["step"].double()) / correction
+    # Before the first step there is no moment to correct.
+    state["exp_avg"].mul_(torch.where(correction > 0, factor, 1.0).to(state["exp_avg"].device))
 
 
 def _raise_noise(state: Mapping[str, Any], share: float, beta1: float, beta2: float) -> None:
@@ -207,7 +222,10 @@ def _each(optimizer: Optimizers) -> Sequence[torch.optim.Optimizer]:
 
 def _moves(scales: Scales) -> bool:
     """Whether the scales move anything in an optimizer."""
-    return any(scale != 1 for scale in (scales.lr, scales.beta_exponent, scales.eps, scales.weight_decay))
+    return any(
+        scale != 1
+        for scale in (scales.lr, scales.beta1_exponent, scales.beta2_exponent, scales.eps, scales.weight_decay)
+    )
 
 
 def _observed(optimizer: torch.optim.Optimizer, scales: Scales) -> str:
@@ -222,7 +240,7 @@ def _observed(optimizer: torch.optim.Optimizer, scales: Scales) -> str:
 
 def _require_legal(plan: BatchPlan) -> None:
     scales = plan.scales
-    for name in ("kappa", "lr", "beta_exponent", "eps", "weight_decay"):
+    for name in ("kappa", "lr", "beta1_exponent", "beta2_exponent", "eps", "weight_decay"):
         value = getattr(scales, name)
         if not 0 < value < math.inf:
             raise ValueError(f"the plan's scale {name}={value} must be above 0 and finite")

@@ -21,7 +21,7 @@ class Scales:
     Attributes:
         kappa: global batch over reference batch.
         lr: learning-rate multiplier.
-        beta_exponent: Adam's betas become ``beta ** beta_exponent`` (1 leaves them alone).
+        beta1_exponent, beta2_exponent: Adam's betas become ``beta ** exponent`` (1 leaves one alone).
         eps: multiplier of Adam's epsilon.
         weight_decay: multiplier of the decoupled weight decay.
         clip: multiplier of the gradient-norm threshold.
@@ -29,7 +29,8 @@ class Scales:
 
     kappa: float = 1.0
     lr: float = 1.0
-    beta_exponent: float = 1.0
+    beta1_exponent: float = 1.0
+    beta2_exponent: float = 1.0
     eps: float = 1.0
     weight_decay: float = 1.0
     clip: float = 1.0

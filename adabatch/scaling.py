@@ -1,10 +1,10 @@
-"""What moves with the batch: learning rate, betas, epsilon, weight decay and clipping threshold, as pure numbers.
+"""What moves with the batch: learning rate, beta2, epsilon, weight decay and clipping threshold, as pure numbers.
 
 Everything is relative to the *reference batch*, the global batch at which the configured values hold. With
 kappa = batch / reference batch and the gain r of the rule:
 
     learning rate   eta * r
-    betas           beta ** kappa                (constant memory in samples; Adam only)
+    beta2           beta2 ** kappa               (constant memory in samples; Adam only)
     epsilon         eps / sqrt(kappa)            (Malladi et al. 2022, arXiv 2205.10287; Adam only)
     weight decay    lambda * kappa / r           (constant decay per sample; Wang & Aitchison 2024, arXiv 2405.13698)
     clip threshold  c * sqrt((1 + B_noise / B) / (1 + B_noise / B_ref))    (the expected gradient norm's ratio)
@@ -73,10 +73,11 @@ class Scaling:
 
     Args:
         rule: one of ``none``, ``linear``, ``sqrt``, ``adascale``, ``gain_power``.
-        reference_batch: global batch at which the configured learning rate, betas and weight decay hold.
+        reference_batch: global batch at which the configured learning rate, beta2 and weight decay hold.
         exponent: power of the gain for ``gain_power``: 1 for SGD, 0.5 for Adam.
-        betas, eps, weight_decay, clip: whether each companion moves with the batch. Betas and epsilon concern
-            Adam-like optimizers only; the momentum of SGD and Muon stays.
+        beta1, beta2, eps, weight_decay, clip: whether each companion moves with the batch. Betas and epsilon concern
+            Adam-like optimizers only; the momentum of SGD and Muon stays, and so does Adam's by default: a smaller beta1
+            lowers the curvature that a rising learning rate can bear (docs/results/beta1.md).
 
     Raises:
         ValueError: for an unknown rule, a reference batch below 1 or an exponent outside (0, 1].
@@ -85,7 +86,8 @@ class Scaling:
     rule: str
     reference_batch: int
     exponent: float = 0.5
-    betas: bool = True
+    beta1: bool = False
+    beta2: bool = True
     eps: bool = True
     weight_decay: bool = True
     clip: bool = True
@@ -107,7 +109,8 @@ class Scaling:
         return Scales(
             kappa=kappa,
             lr=lr,
-            beta_exponent=kappa if self.betas else 1.0,
+            beta1_exponent=kappa if self.beta1 else 1.0,
+            beta2_exponent=kappa if self.beta2 else 1.0,
             eps=1 / math.sqrt(kappa) if self.eps else 1.0,
             weight_decay=kappa / lr if self.weight_decay else 1.0,
             clip=self._clip(batch, noise_scale) if self.clip else 1.0,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import platform
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from adabatch import data, distributed, gradients, optimizers
-from adabatch.checkpoint import Checkpoints
+from adabatch.checkpoint import CheckpointError, Checkpoints
+from adabatch.checkpoint import rng as random_states
 from adabatch.config import folders
 from adabatch.config.compose import ConfigError, plain
-from adabatch.config.resume import Change, as_records, resumed, save_snapshot
-from adabatch.controller import Budget, Controller
-from adabatch.ledger import Ledger
+from adabatch.config.resume import Change, as_records, changes_since, resumed, save_snapshot, to_text
+from adabatch.controller import Budget, Controller, TooManySkipped
+from adabatch.ledger import Decision, Ledger
 from adabatch.loop import HeldOut, LossFunction, Metrics, Settings, Trainer
 from adabatch.noise import NoiseEstimator
 from adabatch.plan import BatchLimits
@@ -65,39 +67,65 @@ def launch(
         name: its root, which a resumed run must share.
         make_task: builds the recipe's model and data.
     """
-    changes: list[Change] = []
     overrides = list(arguments)
     if config.resume is not None:
         source = Path(config.resume).absolute()
-        config, changes, overrides = resumed(name, source, arguments)
-        config.run_folder = str(source)
+        config, overrides = resumed(name, source, arguments)
+        config.resume = config.run_folder = str(source)
     if config.threads:
         torch.set_num_threads(config.threads)
-    world = distributed.start(
-        device=config.device,
-        backend=config.parallelism.backend,
-        timeout_seconds=config.parallelism.timeout_seconds,
-    )
+    with ExitStack() as closing:
+        with _refusals():
+            world = distributed.start(
+                device=config.device,
+                backend=config.parallelism.backend,
+                timeout_seconds=config.parallelism.timeout_seconds,
+            )
+            closing.callback(distributed.stop)
+            torch.manual_seed(config.seed)
+            run = Assembly(config, _on_every_rank(world, lambda: make_task(config)), world)
+            if config.job == "validate":
+                _validate(run)
+                return 0
+            # The same parameters on every rank, but not the same dropout.
+            random_states.seed_all(random_states.derive(config.seed, world.rank, 0))
+            trainer, folder = _open(run, name, overrides, closing)
+        _train(trainer, folder)
+    return 0
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """While parts are put together, a value that one of them does not take is an error of the configuration."""
     try:
-        torch.manual_seed(config.seed)
-        task = make_task(config)
-        run = Assembly(config, task, world)
-        if config.job == "validate":
-            run.describe()
-            return 0
-        return _train(run, name, overrides, changes)
-    except (ConfigError, ValueError) as error:
-        raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from error
-    finally:
-        distributed.stop()
+        yield
+    except ConfigError:
+        raise
+    except (ValueError, CheckpointError) as error:
+        raise ConfigError(str(error)) from error
+
+
+def _on_every_rank(world: distributed.World, action: Callable[[], Task]) -> Task:
+    """What ``action`` returns, when it succeeds on every rank; the first rank that it fails on says why."""
+    task, refusal = None, None
+    try:
+        with _refusals():
+            task = action()
+    except ConfigError as error:
+        refusal = error
+    failed = torch.zeros(world.size, device=distributed.control_device())
+    failed[world.rank] = float(refusal is not None)
+    first = next(iter(distributed.all_reduce_sum(failed).nonzero().flatten().tolist()), None)
+    if first is not None:
+        raise ConfigError(f"{refusal or f'rank {first} has refused it'}", rank=first)
+    assert task is not None
+    return task
 
 
 class Assembly:
     """The parts of a run, built from its configuration."""
 
     def __init__(self, config: DictConfig, task: Task, world: distributed.World) -> None:
-        if config.job not in ("train", "validate"):
-            raise ConfigError(f"job must be train or validate, got {config.job!r}")
         self.config, self.task, self.world = config, task, world
         self.limits = build_limits(config, world.size)
         self.policy = build_policy(config)
@@ -127,18 +155,23 @@ class Assembly:
             max_skipped=config.max_skipped,
             agree=distributed.agree,
         )
+        self.tap = gradients.attach(self.model, self.optimizer, kind=config.noise.tap)
 
-    def describe(self) -> None:
-        """Print what the run would do first, on rank 0."""
-        if self.world.rank != 0:
-            return
-        plan = self.controller.plan()
+    def describe(self) -> str:
+        """What the run is made of, and its next step."""
         parameters = sum(p.numel() for p in self.plain_model.parameters() if p.requires_grad)
-        print(
-            f"valid: {parameters:,} trainable parameters, {len(self.task.train_data):,} training samples; "
-            f"policy {self.policy.name}, first global batch {plan.global_batch} = {plan.world} ranks x "
-            f"{plan.micro_batches} micro-batches of at most {plan.micro_batch}, reference batch "
-            f"{self.reference_batch}, scaling {self.scaling.rule}"
+        return (
+            f"{parameters:,} trainable parameters, {len(self.task.train_data):,} training samples; policy "
+            f"{self.policy.name}, {self._next_step()}, reference batch {self.reference_batch}, scaling {self.scaling.rule}"
+        )
+
+    def _next_step(self) -> str:
+        if self.controller.done:
+            return "no step left within stop.samples or stop.tokens"
+        plan = self.controller.plan()
+        return (
+            f"step {plan.step:,} with a global batch of {plan.global_batch} = {plan.world} ranks x {plan.micro_batches} "
+            f"micro-batches of at most {plan.micro_batch}"
         )
 
     def _first_batch(self) -> int:
@@ -167,7 +200,10 @@ def build_policy(config: DictConfig) -> Policy:
         "replay": lambda: Replay(Ledger.load(policy.ledger)),
     }
     assert set(builders) == set(POLICIES), "every registered policy can be configured"
-    return builders[policy.name]()
+    try:
+        return builders[policy.name]()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"policy={policy.name}: {error}") from error
 
 
 def build_budget(config: DictConfig) -> Budget:
@@ -243,7 +279,8 @@ def build_scaling(config: DictConfig, optimizer: torch.optim.Optimizer, referenc
         rule=rule,
         reference_batch=reference_batch,
         exponent=scaling.exponent,
-        betas=scaling.betas and adam,
+        beta1=scaling.beta1 and adam,
+        beta2=scaling.beta2 and adam,
         eps=scaling.eps and adam,
         weight_decay=scaling.weight_decay,
         clip=scaling.clip,
@@ -255,6 +292,8 @@ def build_optimizer(config: DictConfig, model: nn.Module) -> torch.optim.Optimiz
     optimizer = config.optimizer
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if optimizer.name == "sgd":
+        if optimizer.nesterov and not optimizer.momentum:
+            raise ConfigError("optimizer.nesterov=true needs an optimizer.momentum above 0")
         return torch.optim.SGD(
             trainable,
             lr=optimizer.lr,
@@ -295,28 +334,46 @@ def _count(text: str | None, name: str) -> int | None:
         raise ConfigError(f"{name}: {error}") from None
 
 
-def _train(run: Assembly, name: str, overrides: list[str], changes: list[Change]) -> int:
-    """Train in a run folder that no other launch uses; returns the exit status."""
+def _open(run: Assembly, name: str, overrides: list[str], closing: ExitStack) -> tuple[Trainer, Path]:
+    """The trainer, restored where the run is resumed, and its folder, which no other launch uses until ``closing``."""
     config, world = run.config, run.world
-    folder = folders.choose(config)
-    lock = folders.lock(folder) if world.rank == 0 else None
+    folder, lock = folders.claim(config)
+    if lock is not None:
+        closing.enter_context(lock)
+    checkpoints = Checkpoints(folder / "checkpoints", keep_last=config.checkpoint.keep_last, run=folder.name)
+    if world.rank == 0:
+        checkpoints.clean()
+    distributed.barrier()  # nobody looks for a checkpoint before that is done
+    fingerprint = data.fingerprint(run.task.train_data)
+    trainer = _trainer(run, folder, checkpoints, fingerprint, resumed=config.resume is not None)
+    for part in (trainer.stream, trainer.tap, trainer.log):
+        closing.enter_context(part)
+    changes: list[Change] = []
+    decisions: list[Decision] = []
+    if config.resume is not None:
+        loop, changes, decisions = _restore(run, checkpoints, fingerprint)
+        trainer.load_state_dict(loop)
+    if world.rank == 0:
+        launch = {
+            "program": str(Path(sys.argv[0]).absolute()),
+            "directory": str(Path.cwd()),
+            "config": name,
+            "overrides": overrides,
+            "world": world.size,
+        }
+        save_snapshot(folder, plain(config), launch)
+    _announce(run, trainer, changes, decisions, overrides)
+    return trainer, folder
+
+
+def _train(trainer: Trainer, folder: Path) -> None:
+    """Train, and write the summary and the report, also when too many windows were skipped."""
     try:
-        checkpoints = Checkpoints(folder / "checkpoints", keep_last=config.checkpoint.keep_last, run=folder.name)
-        fingerprint = data.fingerprint(run.task.train_data)
-        trainer = _trainer(run, folder, checkpoints, fingerprint, resumed=config.resume is not None)
-        if config.resume is not None:
-            changes = _restore(run, trainer, checkpoints, fingerprint, changes)
-        if world.rank == 0:
-            launch = {"program": sys.argv[0], "config": name, "overrides": overrides, "world": world.size}
-            save_snapshot(folder, plain(config), launch)
-        _announce(run, trainer, changes, overrides)
-        with trainer.stream, trainer.tap, trainer.log:
-            reason = trainer.train()
-            _finish(trainer, folder, reason)
-    finally:
-        if lock is not None:
-            lock.close()
-    return 0
+        reason = trainer.train()
+    except TooManySkipped:
+        _finish(trainer, folder, "skipped")
+        raise
+    _finish(trainer, folder, reason)
 
 
 def _trainer(
@@ -351,14 +408,14 @@ def _trainer(
         loss=run.task.loss,
         controller=controller,
         stream=stream,
-        tap=gradients.attach(run.model, run.optimizer, kind=config.noise.tap),
+        tap=run.tap,
         world=world,
         log=log,
         checkpoints=checkpoints,
         ledger_file=folder / "ledger.json",
         settings=run.settings,
         held_out=HeldOut(run.task.held_out, run.task.metrics, config.evaluation.samples, config.limits.micro_batch),
-        extra={"data": fingerprint, "run": {"world": world.size}},
+        extra={"data": fingerprint, "run": {"world": world.size, "config": to_text(plain(config))}},
         calibration=run.calibration,
         scaler=torch.amp.GradScaler(world.device.type) if config.precision == "fp16" else None,
     )
@@ -366,37 +423,67 @@ def _trainer(
 
 def _consumed(checkpoints: Checkpoints) -> int:
     """Samples consumed at the checkpoint that a resumed run goes on from."""
+    return checkpoints.read_extra(_latest(checkpoints))["controller"]["progress"]["samples"]
+
+
+def _latest(checkpoints: Checkpoints) -> Path:
     path = checkpoints.latest()
     if path is None:
-        raise ConfigError(f"there is no complete checkpoint in {checkpoints.folder}; start the run anew")
-    return checkpoints.read_extra(path)["controller"]["progress"]["samples"]
+        raise ConfigError(
+            f"there is nothing to go on from: the run ended before its first checkpoint was complete (there is none in "
+            f"{checkpoints.folder}); start it anew, with the same arguments and another run_folder"
+        )
+    return path
 
 
 def _restore(
-    run: Assembly,
-    trainer: Trainer,
-    checkpoints: Checkpoints,
-    fingerprint: dict[str, Any],
-    changes: list[Change],
-) -> list[Change]:
-    """Bring every part to the latest checkpoint; returns what this launch changes, the number of ranks included."""
-    path = checkpoints.latest()
-    assert path is not None, "checked when the stream was placed"
+    run: Assembly, checkpoints: Checkpoints, fingerprint: dict[str, Any]
+) -> tuple[dict[str, Any], list[Change], list[Decision]]:
+    """Bring every part to the latest checkpoint.
+
+    Returns:
+        The state of the loop; what changes from there on, the number of ranks included; and the change of batch that
+        comes of it.
+    """
+    path = _latest(checkpoints)
     data.check_fingerprint(checkpoints.read_extra(path)["data"], fingerprint)
     configured = optimizers.bases(run.optimizer)
     extra = checkpoints.load(path, model=run.plain_model, optimizer=run.optimizer)
     optimizers.rebase(run.optimizer, configured)
     run.controller.load_state_dict(extra["controller"], Ledger.from_dict(extra["ledger"], source=f"{path}: ledger"))
-    trainer.load_state_dict(extra["loop"])
+    changes = changes_since(extra["run"]["config"], run.config)
     if extra["run"]["world"] != run.world.size:
         changes = [*changes, Change("ranks", extra["run"]["world"], run.world.size)]
     if changes:
         run.controller.splice(as_records(changes))
-    return changes
+    return extra["loop"], changes, run.controller.ledger.decisions[len(extra["ledger"]["decisions"]) :]
 
 
-def _announce(run: Assembly, trainer: Trainer, changes: Sequence[Change], overrides: Sequence[str]) -> None:
-    """Log the launch; a resumed run says what was restored and what changed."""
+def _validate(run: Assembly) -> None:
+    """Say what the run would do; one that is to be resumed is restored for that. Nothing is written."""
+    changes: list[Change] = []
+    if run.config.resume is not None:
+        checkpoints = Checkpoints(Path(run.config.resume, "checkpoints"))
+        _, changes, _ = _restore(run, checkpoints, data.fingerprint(run.task.train_data))
+    if run.world.rank == 0:
+        print(f"valid: {run.describe()}")
+        if run.config.resume is not None:
+            print(f"against the checkpoint: {_listed(changes)}")
+
+
+def _listed(changes: Sequence[Change]) -> str:
+    listed = (f"{change.key}: {change.old} -> {change.new} ({change.outcome})" for change in changes)
+    return "; ".join(listed) or "nothing changed"
+
+
+def _announce(
+    run: Assembly,
+    trainer: Trainer,
+    changes: Sequence[Change],
+    decisions: Sequence[Decision],
+    overrides: Sequence[str],
+) -> None:
+    """Log the launch; a resumed run says what was restored and what changed, the batch included."""
     progress = run.controller.progress
     where = {**progress.to_dict(), "step": progress.steps, "seconds": trainer.clock.seconds()}
     where.pop("steps")
@@ -405,11 +492,7 @@ def _announce(run: Assembly, trainer: Trainer, changes: Sequence[Change], overri
         if run.world.rank == 0:
             print(
                 f"resumed {run.config.resume} at step {progress.steps:,}, sample {progress.samples:,}, batch "
-                f"{run.controller.batch}: model, optimizer, generators, controller and ledger restored; "
-                + (
-                    "; ".join(f"{change.key}: {change.old} -> {change.new} ({change.outcome})" for change in changes)
-                    or "nothing changed"
-                ),
+                f"{run.controller.batch}: model, optimizer, generators, controller and ledger restored; {_listed(changes)}",
                 flush=True,
             )
     versions = {"python": platform.python_version(), "torch": torch.__version__}
@@ -423,15 +506,23 @@ def _announce(run: Assembly, trainer: Trainer, changes: Sequence[Change], overri
             "versions": versions,
         }
     )
+    for decision in decisions:
+        trainer.record_decision(decision)
+    trainer.save_ledger()
 
 
 def _finish(trainer: Trainer, folder: Path, reason: str) -> None:
-    """Close the log with a summary and write the report, on rank 0."""
+    """Close the log with a summary and write the report, on rank 0. Without metrics on disk there is neither."""
     if trainer.world.rank != 0:
         return
-    trainer.log.end({**trainer.where(), "reason": reason, "summary": summary(read_metrics(folder))})
+    end = {**trainer.where(), "reason": reason}
+    logged = (folder / "metrics.jsonl").exists()
+    if logged:
+        end["summary"] = summary(replace(read_metrics(folder), end=end))
+    trainer.log.end(end)
     trainer.log.close()
     print(f"ended by {reason} after {trainer.controller.progress.samples:,} samples; run folder: {folder}")
     if reason.startswith("SIG"):
         print(f"go on with resume={folder}")
-    print(f"report: {write_report(folder)}", flush=True)
+    report = f"report: {write_report(folder)}" if logged else "no report: it is drawn from what the logger jsonl writes"
+    print(report, flush=True)

@@ -1,30 +1,47 @@
-"""Composing a run's configuration with Hydra, and saying plainly what is wrong with it."""
+"""Composing a run's configuration with Hydra, and saying plainly what is wrong with it.
+
+Everything that can be told without building a part is told here, before any process group starts: unknown names with
+the nearest valid one, wrong types, values out of bounds, and all values that are missing at once.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
-import os
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, QuotedString
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import (
+    InterpolationResolutionError,
+    InterpolationToMissingValueError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+)
 
+from adabatch.config.bounds import problems
 from adabatch.config.schema import GROUPS, RunConfig
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be run; the message says what would be valid."""
+    """A configuration that cannot be run; the message says what would be valid.
+
+    It is raised on every rank. ``rank`` is the one that prints it: the first, or the only one that met it.
+    """
+
+    def __init__(self, message: str, rank: int = 0) -> None:
+        super().__init__(message)
+        self.rank = rank
 
 
 def config_folder() -> Path:
-    """The folder of YAML groups: beside this package in a wheel, at the top of a source tree."""
+    """The folder of YAML groups: inside the package in a wheel, at the top of a source tree."""
     package = Path(__file__).resolve().parents[1]
     for folder in (package / "hydra_configs", package.parent / "hydra_configs"):
         if folder.is_dir():
@@ -33,8 +50,9 @@ def config_folder() -> Path:
 
 
 def register(config: str, schemas: Mapping[str, Mapping[str, type]]) -> None:
-    """Make the typed schemas known to Hydra: the run's, and those of a recipe's own groups."""
+    """Make the typed schemas known to Hydra: the run's, and those of a recipe's own groups, in place of another's."""
     store = ConfigStore.instance()
+    store.repo.pop("schema", None)
     store.store(group="schema", name=config, node=RunConfig, package="_global_")
     for groups in (GROUPS, schemas):
         for group, entries in groups.items():
@@ -48,13 +66,26 @@ def compose(config: str, overrides: Sequence[str]) -> DictConfig:
     Raises:
         ConfigError: for an unknown key, option, value or type, with the valid names.
     """
-    with hydra.initialize_config_dir(str(config_folder()), version_base="1.3"):
-        base = _compose(config, [override for override in overrides if _is_group(override)])
-        for override in overrides:
-            _require_known(base, override)
-        composed = _compose(config, overrides)
+    composed = compose_partly(config, overrides)
     require_complete(composed)
+    require_legal(composed)
     return composed
+
+
+def compose_partly(config: str, overrides: Sequence[str]) -> DictConfig:
+    """Like ``compose``, but values may be missing or out of bounds."""
+    for override in overrides:
+        _require_plain(override)
+    with hydra.initialize_config_dir(str(config_folder()), version_base="1.3"):
+        try:
+            return hydra.compose(config_name=config, overrides=list(overrides))
+        except (HydraException, OmegaConfBaseException, ValueError) as error:
+            groups = [override for override in overrides if is_group(parse(override).key_or_group)]
+            try:
+                unknown = list(_unknown(hydra.compose(config_name=config, overrides=groups), overrides))
+            except (HydraException, OmegaConfBaseException, ValueError):
+                unknown = []
+            raise ConfigError("\n".join(unknown) or _readable(error)) from None
 
 
 def require_complete(config: DictConfig) -> None:
@@ -63,60 +94,17 @@ def require_complete(config: DictConfig) -> None:
         raise ConfigError("these values must be given: " + ", ".join(f"{key}=..." for key in missing))
 
 
-def _compose(config: str, overrides: Sequence[str]) -> DictConfig:
-    try:
-        return hydra.compose(config_name=config, overrides=list(overrides))
-    except (HydraException, OmegaConfBaseException) as error:
-        reasons = [str(error)]
-        if error.__cause__ is not None and str(error.__cause__) not in reasons[0]:
-            reasons.append(str(error.__cause__))
-        raise ConfigError("\n".join(reasons)) from None
+def require_legal(config: DictConfig) -> None:
+    """Raise when values are outside the bounds that the schemas declare, naming all of them at once."""
+    if found := list(problems(config)):
+        raise ConfigError("\n".join(found))
 
 
-def _parse(override: str) -> Any:
-    try:
-        return OverridesParser.create().parse_override(override)
-    except HydraException as error:
-        raise ConfigError(f"cannot read {override!r}; overrides are key=value ({error})") from None
-
-
-def _is_group(override: str) -> bool:
-    key = _parse(override).key_or_group
-    return (config_folder() / key.split("@")[0]).is_dir()
-
-
-def _require_known(config: DictConfig, override: str) -> None:
-    """Refuse a key that does not exist, naming those that do and the nearest one."""
-    parsed = _parse(override)
-    if _is_group(override) or parsed.is_add() or parsed.is_force_add() or parsed.key_or_group.startswith("hydra"):
-        return
-    node: Any = config
-    walked: list[str] = []
-    for part in parsed.key_or_group.split("."):
-        names = [str(name) for name in node] if OmegaConf.is_dict(node) else []
-        if part not in names:
-            where = ".".join(walked) or "the top level"
-            close = difflib.get_close_matches(part, names, n=1)
-            hint = f" Did you mean {'.'.join([*walked, close[0]])}?" if close else ""
-            raise ConfigError(
-                f"there is no {part!r} in {where}, so {override!r} sets nothing.{hint} "
-                f"Valid names: {', '.join(sorted(names)) or 'none'}"
-            )
-        walked.append(part)
-        missing = OmegaConf.is_missing(node, part)
-        node = None if missing else OmegaConf.to_container(node, resolve=False).get(part)
-        node = OmegaConf.create(node) if isinstance(node, dict) else node
-
-
-def _missing(node: DictConfig, prefix: str) -> list[str]:
-    found: list[str] = []
-    for key in node:
-        name = f"{prefix}{key}"
-        if OmegaConf.is_missing(node, key):
-            found.append(name)
-        elif not OmegaConf.is_interpolation(node, key) and OmegaConf.is_dict(node[key]):
-            found.extend(_missing(node[key], f"{name}."))
-    return found
+def options(group: str) -> list[str]:
+    """The options of ``group`` that the registered program can use: those of a schema that it has."""
+    files = sorted((config_folder() / group).glob("*.yaml"))
+    schemas = ConfigStore.instance().repo.get("schema", {}).get(group, {})
+    return [file.stem for file in files if (schema := _schema_of(file)) is None or f"{schema}.yaml" in schemas]
 
 
 def plain(config: DictConfig) -> dict[str, Any]:
@@ -126,41 +114,114 @@ def plain(config: DictConfig) -> dict[str, Any]:
     return data
 
 
-def program(
-    task: Callable[[DictConfig, Sequence[str]], int], *, config: str, schemas: Mapping[str, Mapping[str, type]]
-) -> int:
-    """The entry point of a recipe: compose the command line's configuration and hand it to ``task``.
+def parse(override: str) -> Override:
+    """An override taken apart.
 
-    Hydra's own flags (``--help``, ``--cfg job``, ``--info``) work as usual. ``--multirun`` is refused under torchrun,
-    whose processes cannot each start a sweep.
-
-    Returns:
-        The exit status: that of ``task``, or 2 for a configuration that cannot be run.
+    Raises:
+        ConfigError: when it cannot be read.
     """
-    register(config, schemas)
-    arguments = sys.argv[1:]
     try:
-        if any(argument.startswith("-") for argument in arguments):
-            return _hydra_main(task, config, arguments)
-        return task(compose(config, arguments), arguments)
-    except ConfigError as error:
-        if int(os.environ.get("RANK", "0")) == 0:
-            print(f"configuration error: {error}", file=sys.stderr)
-        return 2
-
-
-def _hydra_main(task: Callable[[DictConfig, Sequence[str]], int], config: str, arguments: Sequence[str]) -> int:
-    if {"-m", "--multirun"} & set(arguments) and "TORCHELASTIC_RUN_ID" in os.environ:
+        return OverridesParser.create().parse_override(override)
+    except HydraException as error:
         raise ConfigError(
-            "--multirun cannot run under torchrun: every rank would start its own sweep. Start one torchrun for each "
-            "setting, for example: for e in 0.5 0.8; do torchrun ... policy.target_efficiency=$e; done"
+            f"cannot read {override!r} ({str(error).splitlines()[0]}); overrides are key=value, and a value with "
+            f"special characters needs quotes of its own within the shell's: 'key=\"value\"'"
+        ) from None
+
+
+def _schema_of(file: Path) -> str | None:
+    """The schema that an option's file begins with, such as ``gpt`` for ``/schema/model/gpt@_here_``."""
+    for entry in OmegaConf.load(file).get("defaults", []):
+        if isinstance(entry, str) and entry.startswith("/schema/"):
+            return entry.rpartition("/")[2].partition("@")[0]
+    return None
+
+
+def is_group(key: str) -> bool:
+    """Whether an override of ``key`` chooses an option of a group."""
+    return (config_folder() / key).is_dir()
+
+
+def _require_plain(override: str) -> None:
+    """Refuse what does not set one existing key to one value, and options that do not exist."""
+    parsed = parse(override)
+    key = parsed.key_or_group
+    if parsed.is_add() or parsed.is_force_add() or parsed.is_delete() or parsed.package is not None:
+        raise ConfigError(f"{override!r}: keys are neither added, deleted nor moved; write {key}=value")
+    if parsed.is_sweep_override():
+        text = override.partition("=")[2]
+        raise ConfigError(
+            f"{override!r} lists several values: add --multirun to run once for each, or, when it is one text, quote "
+            f"it within the shell's quotes: '{key}=\"{text}\"'"
         )
-    overrides = [argument for argument in arguments if not argument.startswith("-")]
-    status: list[int] = []
+    if is_group(key):
+        value = parsed.value()
+        value = value.text if isinstance(value, QuotedString) else value
+        valid = options(key)
+        if value not in valid:
+            raise ConfigError(f"there is no {key}={value}.{_hint(str(value), valid)} Valid options: {', '.join(valid)}")
 
-    def run(composed: DictConfig) -> None:
-        require_complete(composed)
-        status.append(task(composed, overrides))
 
-    hydra.main(config_path=str(config_folder()), config_name=config, version_base="1.3")(run)()
-    return max(status, default=0)
+def _unknown(config: DictConfig, overrides: Sequence[str]) -> Iterator[str]:
+    """A sentence for each override of a key that does not exist, with those that do and the nearest one."""
+    for override in overrides:
+        key = parse(override).key_or_group
+        if not is_group(key) and not key.startswith("hydra") and (sentence := _unknown_part(config, key)):
+            yield sentence
+
+
+def _unknown_part(config: DictConfig, key: str) -> str | None:
+    node: Any = config
+    walked: list[str] = []
+    for part in key.split("."):
+        names = sorted(map(str, node)) if OmegaConf.is_dict(node) else []
+        if part not in names:
+            where = ".".join(walked)
+            hints = _hint(part, names, f"{where}." if where else "") + _elsewhere(config, where, part)
+            valid = f"Valid names in {where or 'the top level'}: {', '.join(names) or 'none'}"
+            return f"there is no {key}.{hints} {valid}"
+        walked.append(part)
+        node = None if OmegaConf.is_missing(node, part) else node[part]
+    return None
+
+
+def _hint(word: str, names: Sequence[str], prefix: str = "") -> str:
+    """A question about the name nearest to ``word``, or nothing."""
+    close = difflib.get_close_matches(word, names, n=1) or [name for name in names if name.startswith(word)][:1]
+    return f" Did you mean {prefix}{close[0]}?" if close else ""
+
+
+def _elsewhere(config: DictConfig, where: str, name: str) -> str:
+    """Where a setting of this name is: in other options of the group, or in other sections."""
+    owners = [
+        f"{where}={option}"
+        for option, schema in GROUPS.get(where, {}).items()
+        if name in {one.name for one in dataclasses.fields(schema)}
+    ]
+    if owners:
+        return f" It belongs to {' and '.join(owners)}."
+    sections = [str(key) for key in config if OmegaConf.is_dict(config[key]) and name in config[key]]
+    return f" There is {' and '.join(f'{section}.{name}' for section in sections)}." if sections else ""
+
+
+def _readable(error: Exception) -> str:
+    """The error's own words without what only Hydra's authors need."""
+    cause = error.__cause__
+    if isinstance(cause, OmegaConfBaseException) and cause.full_key and cause.msg:
+        return f"{cause.full_key}: {cause.msg.splitlines()[0]}"
+    return str(error).partition("\nConfig search path")[0]
+
+
+def _missing(node: DictConfig, prefix: str) -> Iterator[str]:
+    """The names of values that are missing, or are taken from a missing one."""
+    for key in node:
+        name = f"{prefix}{key}"
+        try:
+            value = node[key]
+        except (MissingMandatoryValue, InterpolationToMissingValueError):
+            yield name
+            continue
+        except InterpolationResolutionError as error:
+            raise ConfigError(f"{name}: {str(error).splitlines()[0]}") from None
+        if OmegaConf.is_dict(value):
+            yield from _missing(value, f"{name}.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import socket
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ from omegaconf import DictConfig
 
 from adabatch import distributed
 from adabatch.config.compose import ConfigError
+from adabatch.config.resume import LAUNCHES
 
 
 def claim(config: DictConfig) -> tuple[Path, IO[str] | None]:
@@ -30,11 +32,14 @@ def claim(config: DictConfig) -> tuple[Path, IO[str] | None]:
         try:
             folder = _make(config)
             held = _lock(folder)
+            _require_unused(folder, config)
             claimed = {"folder": str(folder)}
         except (OSError, ConfigError) as error:
             claimed = {"error": f"no run folder: {error}"}
     claimed = distributed.agree(claimed)
     if "error" in claimed:
+        if held is not None:
+            held.close()
         raise ConfigError(claimed["error"])
     return Path(claimed["folder"]), held
 
@@ -60,9 +65,9 @@ def _make(config: DictConfig) -> Path:
         return Path(config.resume).absolute()
     if config.run_folder is not None:
         folder = Path(config.run_folder).absolute()
+        if not re.fullmatch(r"[\w.-]+", folder.name):
+            raise ConfigError(f"run_folder={folder}: its last name may hold letters, digits, '_', '.' and '-'")
         folder.mkdir(parents=True, exist_ok=True)
-        if (folder / "metrics.jsonl").exists():
-            raise ConfigError(f"{folder} already holds a run; go on with it by resume={folder}, or name another")
         return folder
     runs = Path(config.runs).absolute()
     runs.mkdir(parents=True, exist_ok=True)
@@ -75,3 +80,9 @@ def _make(config: DictConfig) -> Path:
         except FileExistsError:
             continue
     raise ConfigError(f"{runs} holds too many runs of {name}")
+
+
+def _require_unused(folder: Path, config: DictConfig) -> None:
+    """Refuse a folder that a run was started in. Asked under the lock, so that a live launch is named first."""
+    if config.resume is None and ((folder / LAUNCHES).exists() or (folder / "metrics.jsonl").exists()):
+        raise ConfigError(f"{folder} already holds a run; go on with it by resume={folder}, or name another")

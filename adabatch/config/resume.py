@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from adabatch.config.compose import ConfigError, compose, plain, require_complete
+from adabatch.config.compose import ConfigError, compose, is_group, parse, plain, require_complete
+from adabatch.config.schema import GROUPS
 
 SNAPSHOT = "config.yaml"
 LAUNCHES = "launches.json"
 
-# Another data set, order or model would make the checkpoint mean something else.
+# Another data set, order or model would make the checkpoint mean something else; seed and first batch had their effect.
 FIXED_GROUPS = ("data.", "model.")
-FIXED_KEYS = ("order_seed", "optimizer.name")
+FIXED_KEYS = ("order_seed", "optimizer.name", "seed", "limits.start_batch")
 # Where a launch runs and what it is asked to do are not part of the run.
 LAUNCH_KEYS = ("resume", "run_folder", "runs", "name", "job", "device", "threads", "workers")
 
@@ -73,10 +74,12 @@ def read_launches(folder: Path) -> list[dict[str, Any]]:
         raise ConfigError(f"{folder / LAUNCHES} is not readable as JSON: {error}") from None
     if not snapshot_there or not isinstance(launches, list) or not launches:
         raise ConfigError(f"{folder} is no complete run folder: {SNAPSHOT} or the launches are missing")
+    if not all(isinstance(one, dict) and {"program", "config", "overrides"} <= set(one) for one in launches):
+        raise ConfigError(f"{folder / LAUNCHES}: every launch needs a program, its config and its overrides")
     return launches
 
 
-def resumed(name: str, folder: Path, arguments: Sequence[str]) -> tuple[DictConfig, list[Change], list[str]]:
+def resumed(name: str, folder: Path, arguments: Sequence[str]) -> tuple[DictConfig, list[str]]:
     """The configuration under which the run in ``folder`` goes on.
 
     Args:
@@ -85,7 +88,7 @@ def resumed(name: str, folder: Path, arguments: Sequence[str]) -> tuple[DictConf
         arguments: this launch's overrides, ``resume=`` among them.
 
     Returns:
-        The configuration, what changed against the snapshot, and the overrides that make it up from now on.
+        The configuration, and the overrides that make it up from now on.
 
     Raises:
         ConfigError: when the folder is no run of this program, or when something changed that cannot change.
@@ -93,18 +96,42 @@ def resumed(name: str, folder: Path, arguments: Sequence[str]) -> tuple[DictConf
     last = read_launches(folder)[-1]
     if last["config"] != name:
         raise ConfigError(f"{folder} is a run of the program {last['config']!r}, and this is {name!r}")
-    added = [argument for argument in arguments if not argument.startswith("resume=")]
-    overrides = [*last["overrides"], *added]
-    before, config = _flat(compose(name, last["overrides"])), compose(name, overrides)
-    after = _flat(config)
     snapshot = _flat(OmegaConf.load(folder / SNAPSHOT))
-    for key, value in after.items():
-        if before.get(key, _ABSENT) == value and key in snapshot and key not in LAUNCH_KEYS:
+    added = [argument for argument in arguments if not argument.startswith("resume=")]
+    old = merge_overrides(_choices(snapshot), last["overrides"])
+    overrides = merge_overrides(old, added)
+    before, config = _flat(compose(name, old)), compose(name, overrides)
+    changed = {*LAUNCH_KEYS, *(key for key in map(_key, added) if not is_group(key))}
+    for key, value in _flat(config).items():
+        if key in snapshot and before.get(key, _ABSENT) == value and not _is_under(key, changed):
             OmegaConf.update(config, key, snapshot[key])
-    changes = list_changes(snapshot, _flat(config))
-    refuse_fixed(changes)
+    refuse_fixed(list_changes(snapshot, _flat(config)))
     require_complete(config)
-    return config, changes, overrides
+    return config, overrides
+
+
+def merge_overrides(old: Sequence[str], added: Sequence[str]) -> list[str]:
+    """``added`` after ``old``, without those of ``old`` that are about an option which ``added`` replaces.
+
+    ``policy=replay`` does away with an earlier ``policy=fixed`` and ``policy.global_batch=32``.
+    """
+    keys = {override.partition("=")[0] for override in added}
+    kept = [one for one in old if not any(one == key or one.startswith((f"{key}=", f"{key}.")) for key in keys)]
+    return [*kept, *added]
+
+
+def _choices(snapshot: Mapping[str, Any]) -> list[str]:
+    """The snapshot's options of the groups that have several schemas: a root configuration may name others by now."""
+    several = [group for group, schemas in GROUPS.items() if len(schemas) > 1]
+    return [f"{group}={snapshot[f'{group}.name']}" for group in several if f"{group}.name" in snapshot]
+
+
+def _key(override: str) -> str:
+    return parse(override).key_or_group
+
+
+def _is_under(key: str, roots: Collection[str]) -> bool:
+    return key in roots or any(key.startswith(f"{root}.") for root in roots)
 
 
 def list_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
@@ -127,8 +154,8 @@ def refuse_fixed(changes: Sequence[Change]) -> None:
     if fixed:
         listed = "; ".join(f"{change.key}: {change.old!r} -> {change.new!r}" for change in fixed)
         raise ConfigError(
-            f"a resumed run cannot change {listed}. Its model, data set, sample order and kind of optimizer are "
-            f"those of the checkpoint: leave these keys out, or start a new run"
+            f"a resumed run cannot change {listed}. Model, data, sample order, kind of optimizer, seed and first batch "
+            f"are those that it began with: leave these keys out, or start a new run"
         )
 
 

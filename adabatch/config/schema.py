@@ -1,7 +1,8 @@
 """The typed configuration: every field with its default and one sentence.
 
-Values live in the YAML files of ``hydra_configs``; these classes give them types, so that a typo or a wrong type is
-refused when the configuration is composed. Nothing here imports torch or a part of adabatch that does.
+Values live in the YAML files of ``hydra_configs``; these classes give them types and bounds, so that a typo, a wrong
+type or an illegal value is refused when the configuration is composed. Nothing here imports torch or a part of
+adabatch that does.
 """
 
 from __future__ import annotations
@@ -11,46 +12,52 @@ from typing import Any, Optional
 
 from omegaconf import MISSING
 
+from adabatch.config.bounds import counted, matching, one_of, some_of, tag, within
+from adabatch.plan import ROUNDINGS
+from adabatch.runlog import LOGGERS
+from adabatch.scaling import RULES
+from adabatch.schedules import SHAPES
+
 
 @dataclass
 class TargetEfficiencyConfig:
     """``policy=target_efficiency``: the batch follows the critical batch."""
 
-    name: str = "target_efficiency"
-    target_efficiency: float = 0.5  # share of the samples that a tiny batch would need; 0.5 is the critical batch
-    calibration: float = 1.0  # critical batch over measured noise scale; 1 is uncalibrated
-    repay: float = 2.0  # largest factor by which the account of past efficiency moves the wanted batch
+    name: str = tag("target_efficiency")  # marks the policy
+    target_efficiency: float = within("(0, 1)", 0.5)  # share of the samples that a tiny batch needs; 0.5: B_crit
+    calibration: float = within("(0, inf)", 1.0)  # critical batch over measured noise scale; 1 is uncalibrated
+    repay: float = within("[1, inf)", 2.0)  # largest factor by which past efficiency moves the wanted batch
 
 
 @dataclass
 class FixedConfig:
     """``policy=fixed``: one batch for the whole run."""
 
-    name: str = "fixed"
-    global_batch: int = MISSING  # samples of each optimizer step
+    name: str = tag("fixed")  # marks the policy
+    global_batch: int = within("[1, inf)", MISSING)  # samples of each optimizer step
 
 
 @dataclass
 class ObserveConfig:
     """``policy=observe``: measure and report, never move the batch."""
 
-    name: str = "observe"
+    name: str = tag("observe")  # marks the policy
 
 
 @dataclass
 class StagesConfig:
     """``policy=stages``: a schedule written down beforehand."""
 
-    name: str = "stages"
+    name: str = tag("stages")  # marks the policy
     stages: str = MISSING  # pairs of threshold:batch, such as "0:16, 1k:32, 4k:64"
-    unit: str = "samples"  # what the thresholds count: samples or tokens
+    unit: str = one_of("samples", "tokens")  # what the thresholds count
 
 
 @dataclass
 class ReplayConfig:
     """``policy=replay``: a recorded or edited ledger, batch by batch."""
 
-    name: str = "replay"
+    name: str = tag("replay")  # marks the policy
     ledger: str = MISSING  # a ledger file, or the folder of a run
 
 
@@ -58,11 +65,11 @@ class ReplayConfig:
 class DampingConfig:
     """How fast a run follows its policy."""
 
-    dwell: Optional[int] = None  # samples between changes; null: 1/(1-beta2) reference batches
+    dwell: Optional[int] = within("[0, inf)", None)  # samples between changes; null: 1/(1-beta2) reference batches
     warmup_guard: bool = True  # no growth while the learning rate warms up
     interval_gate: bool = True  # a change needs the support of the estimate's interval
-    growth: float = 2.0  # largest factor of one decision
-    dead_band: float = 1.2  # changes by less than this factor are not made
+    growth: float = within("[1.5, inf)", 2.0)  # largest factor of one decision
+    dead_band: float = within("[1, inf)", 1.2)  # changes by less than this factor are not made
     monotone: bool = False  # never shrink
 
 
@@ -71,21 +78,22 @@ class NoiseConfig:
     """How the gradient noise scale is measured."""
 
     enabled: bool = True  # measure at all
-    tap: str = "auto"  # where group gradients are read: auto, hooks (micro-batches) or ddp (ranks)
-    relative_error: float = 0.25  # relative standard error that the memory aims for
-    confidence: float = 0.95  # of the interval
+    tap: str = one_of("auto", "hooks", "ddp")  # whose gradients are compared: of micro-batches (hooks) or ranks (ddp)
+    relative_error: float = within("(0, 1)", 0.25)  # relative standard error that the memory aims for
+    confidence: float = within("(0, 1)", 0.95)  # of the interval
     finite_data: bool = True  # correct for sampling a finite data set without replacement
-    decide_every: int = 16  # steps between two decisions
+    decide_every: int = within("[1, inf)", 16)  # steps between two decisions
 
 
 @dataclass
 class ScalingConfig:
     """What moves with the batch."""
 
-    rule: str = "auto"  # auto (by optimizer), none, linear, sqrt, adascale or gain_power
-    reference_batch: Optional[int] = None  # batch at which learning rate, betas and weight decay hold; null: start
-    exponent: float = 0.5  # power of the gain for gain_power
-    betas: bool = True  # Adam's betas keep their memory in samples
+    rule: str = one_of("auto", *RULES)  # how the learning rate moves; auto: by optimizer
+    reference_batch: Optional[int] = within("[1, inf)", None)  # where learning rate, beta2 and decay hold; null: start
+    exponent: float = within("(0, 1]", 0.5)  # power of the gain for gain_power
+    beta1: bool = False  # Adam's momentum keeps its memory in samples; by default it stays
+    beta2: bool = True  # Adam's second moment keeps its memory in samples
     eps: bool = True  # Adam's epsilon follows the gradient's noise
     weight_decay: bool = True  # constant decay per sample
     clip: bool = True  # the threshold follows the expected gradient norm
@@ -95,95 +103,95 @@ class ScalingConfig:
 class LimitsConfig:
     """Which batches may be used, and how they are split."""
 
-    start_batch: Optional[int] = 16  # global batch of the first step, for policies that do not name it
-    micro_batch: int = 8  # most samples of one forward/backward on one rank
-    min_batch: int = 1  # lower bound of the global batch
-    max_batch: int = 4096  # upper bound of the global batch
-    rounding: str = "micro_batch"  # adaptive batches are multiples of world x micro_batch, of world, or none
+    start_batch: Optional[int] = within("[1, inf)", 16)  # global batch of the first step, unless the policy names it
+    micro_batch: int = within("[1, inf)", 8)  # most samples of one forward/backward on one rank
+    min_batch: int = within("[1, inf)", 1)  # lower bound of the global batch
+    max_batch: int = within("[1, inf)", 4096)  # upper bound of the global batch
+    rounding: str = one_of(*ROUNDINGS)  # adaptive batches are multiples of world x micro_batch, of world, or of 1
 
 
 @dataclass
 class OptimizerConfig:
     """Base class of the optimizers' options."""
 
-    name: str = MISSING
+    name: str = MISSING  # marks the optimizer
 
 
 @dataclass
 class AdamWConfig(OptimizerConfig):
     """``optimizer=adamw``."""
 
-    name: str = "adamw"
-    lr: float = 1e-3  # at the reference batch
-    beta1: float = 0.9  # at the reference batch
-    beta2: float = 0.99  # at the reference batch
-    eps: float = 1e-8  # at the reference batch
-    weight_decay: float = 0.1  # at the reference batch; parameters of two or more dimensions only
+    name: str = tag("adamw")  # marks the optimizer
+    lr: float = within("(0, inf)", 1e-3)  # at the reference batch
+    beta1: float = within("[0, 1)", 0.9)  # at the reference batch
+    beta2: float = within("[0, 1)", 0.99)  # at the reference batch
+    eps: float = within("(0, inf)", 1e-8)  # at the reference batch
+    weight_decay: float = within("[0, inf)", 0.1)  # at the reference batch; parameters of two or more dimensions only
 
 
 @dataclass
 class SgdConfig(OptimizerConfig):
     """``optimizer=sgd``."""
 
-    name: str = "sgd"
-    lr: float = 0.01  # at the reference batch
-    momentum: float = 0.9  # stays the same at every batch
-    nesterov: bool = False
-    weight_decay: float = 0.0  # added to the gradient, as torch.optim.SGD does
+    name: str = tag("sgd")  # marks the optimizer
+    lr: float = within("(0, inf)", 0.01)  # at the reference batch
+    momentum: float = within("[0, 1)", 0.9)  # stays the same at every batch
+    nesterov: bool = False  # look ahead along the momentum
+    weight_decay: float = within("[0, inf)", 0.0)  # added to the gradient, as torch.optim.SGD does
 
 
 @dataclass
 class ScheduleConfig:
     """The learning-rate schedule, a function of samples or tokens."""
 
-    shape: str = "cosine"  # constant, cosine, linear or wsd
-    warmup: str = "0"  # length of the linear warm-up, in the unit of the budget
-    final: float = 0.1  # multiplier at the horizon
-    decay_share: float = 0.2  # share of the horizon that wsd decays over
-    horizon: Optional[str] = None  # where the decay ends; null: the budget
+    shape: str = one_of("cosine", *SHAPES)  # how the rate goes from the end of warm-up to the horizon
+    warmup: str = counted(0, "0")  # length of the linear warm-up, in the unit of the budget
+    final: float = within("[0, 1]", 0.1)  # multiplier at the horizon
+    decay_share: float = within("(0, 1]", 0.2)  # share of the horizon that wsd decays over
+    horizon: Optional[str] = counted(1, None)  # where the decay ends; null: the budget
 
 
 @dataclass
 class ParallelismConfig:
     """How the model is spread over the ranks."""
 
-    name: str = "ddp"  # ddp (a single rank runs the plain module)
-    backend: Optional[str] = None  # gloo or nccl; null: by device
-    timeout_seconds: float = 600.0  # a collective that takes longer ends the run on all ranks
+    name: str = tag("ddp")  # ddp (a single rank runs the plain module)
+    backend: Optional[str] = one_of(None, "gloo", "nccl")  # null: by device
+    timeout_seconds: float = within("(0, 1e9)", 600.0)  # a collective that takes longer ends the run on all ranks
 
 
 @dataclass
 class LoggerConfig:
     """What a run writes while it runs."""
 
-    names: list[str] = field(default_factory=lambda: ["jsonl", "console", "tensorboard"])
-    every: int = 10  # steps between two records
+    names: list[str] = some_of(tuple(LOGGERS), ["jsonl", "console", "tensorboard"])  # where records go
+    every: int = within("[1, inf)", 10)  # steps between two records
 
 
 @dataclass
 class StopConfig:
     """When the run ends: at the first bound reached; null sets no bound."""
 
-    samples: Optional[str] = None  # such as 60k; met exactly
-    tokens: Optional[str] = None  # such as 2M
-    seconds: Optional[float] = None  # of training, evaluation and saving left out
-    loss: Optional[float] = None  # held-out loss at or below
+    samples: Optional[str] = counted(1, None)  # such as 60k; met exactly
+    tokens: Optional[str] = counted(1, None)  # such as 2M
+    seconds: Optional[float] = within("(0, inf)", None)  # of training, evaluation and saving left out
+    loss: Optional[float] = within("(-inf, inf)", None)  # held-out loss at or below
 
 
 @dataclass
 class EvaluationConfig:
     """Held-out evaluation."""
 
-    every: str = "4k"  # samples between two evaluations
-    samples: int = 512  # held-out samples, always the same ones
+    every: str = counted(1, "4k")  # samples between two evaluations
+    samples: int = within("[1, inf)", 512)  # held-out samples, always the same ones
 
 
 @dataclass
 class CheckpointConfig:
     """Saving."""
 
-    every: Optional[str] = "20k"  # samples between two checkpoints; null: only at the end
-    keep_last: int = 3  # older ones are deleted
+    every: Optional[str] = counted(1, "20k")  # samples between two checkpoints; null: only at the end
+    keep_last: int = within("[1, inf)", 3)  # older ones are deleted
 
 
 @dataclass
@@ -204,20 +212,20 @@ class RunConfig:
     stop: StopConfig = field(default_factory=StopConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    seed: int = 0  # of the parameters, and of dropout
-    order_seed: int = 0  # of the sample order
-    precision: str = "fp32"  # fp32, bf16 or fp16
+    seed: int = within("[0, 1e18]", 0)  # of the parameters, and of dropout
+    order_seed: int = within("[0, 1e18]", 0)  # of the sample order
+    precision: str = one_of("fp32", "bf16", "fp16")  # of forward and backward; parameters stay in fp32
     compile: bool = False  # torch.compile the model
-    clip_norm: Optional[float] = 1.0  # gradient-norm threshold at the reference batch; null: no clipping
-    max_skipped: int = 5  # windows in a row with a non-finite gradient that end the run
-    device: str = "auto"  # auto, cpu or cuda
-    workers: int = 0  # data loader processes of each rank
-    threads: Optional[int] = 1  # CPU threads of each rank; null: torch's own choice
-    name: str = "run"  # begins the name of the run folder
+    clip_norm: Optional[float] = within("(0, inf)", 1.0)  # gradient norm allowed at the reference batch; null: any
+    max_skipped: int = within("[1, inf)", 5)  # windows in a row with a non-finite gradient that end the run
+    device: str = matching(r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda or cuda:<index>", "auto")  # of each rank
+    workers: int = within("[0, 1024]", 0)  # data loader processes of each rank
+    threads: Optional[int] = within("[1, 4096]", 1)  # CPU threads of each rank; null: torch's own choice
+    name: str = matching(r"[\w.-]+", "letters, digits, '_', '.' and '-'", "run")  # begins the name of the run folder
     runs: str = "runs"  # where run folders are made
     run_folder: Optional[str] = None  # this folder instead of a new one under ``runs``
     resume: Optional[str] = None  # a run folder to go on from
-    job: str = "train"  # train, or validate: build everything and stop before the first step
+    job: str = one_of("train", "validate")  # validate: build everything and stop before the first step
 
 
 GROUPS: dict[str, dict[str, type]] = {

@@ -11,8 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from adabatch import distributed
+from adabatch.distributed import Wait
 from adabatch.gradients.layout import Layout
 from adabatch.gradients.norms import pieces, together
+from adabatch.gradients.statistics import GROUP_SQUARE
 
 CommunicationHook = Callable[[Any, dist.GradBucket], torch.futures.Future]
 
@@ -30,6 +33,9 @@ class _Exchange:
         summing: whether the division by the world size is left to the caller, who divides anyhow.
         parts, seen: norms and real numbers taken in this window's first synchronisation.
         synchronised: synchronisations since the window began.
+        numbers: a vector to sum over the ranks right behind the last bucket, so that nobody waits for it separately;
+            its first element becomes the squared norm.
+        travel: its way over the ranks.
     """
 
     group: dist.ProcessGroup
@@ -42,30 +48,47 @@ class _Exchange:
     parts: list[Tensor] = field(default_factory=list)
     seen: int = 0
     synchronised: int = 0
+    numbers: Tensor | None = None
+    travel: Wait | None = None
 
     def forget(self) -> None:
         self.parts.clear()
         self.seen = self.synchronised = 0
+        self.numbers = self.travel = None
+
+    def square(self) -> Tensor:
+        """Squared norm of this rank's gradient, from all buckets seen."""
+        return together(self.parts, self.parts[0].device).square()
+
+    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future:
+        """The bucket's way over the ranks: the user's, or DDP's own, which multiplies by 1/world before the sum."""
+        if self.inner is not None:
+            state, hook = self.inner
+            return hook(state, bucket)
+        buffer = bucket.buffer()
+        if not self.summing:
+            buffer.mul_(1.0 / self.world)
+        return dist.all_reduce(buffer, group=self.group, async_op=True).get_future().then(_first)
+
+    def depart(self) -> None:
+        """Send the numbers after the last bucket."""
+        if self.measuring:
+            self.numbers[GROUP_SQUARE] = self.square()
+        self.travel = distributed.start_sum(self.numbers, self.group)
 
 
 def communicate(exchange, bucket):  # no annotations: DDP compares them with classes, and these would be strings
-    """DDP's communication hook: take the norm of this rank's bucket, then let it be summed over the ranks.
-
-    The mean is taken as DDP does without a hook: multiplied by 1/world before the sum.
-    """
-    buffer = bucket.buffer()
+    """DDP's communication hook: take the norm of this rank's bucket, then let it be summed over the ranks."""
     if not exchange.synchronised:
-        exchange.seen += _reals(buffer)
+        exchange.seen += _reals(bucket.buffer())
         if exchange.measuring:
-            exchange.parts.append(pieces(buffer))
+            exchange.parts.append(pieces(bucket.buffer()))
+    future = exchange.reduce(bucket)
     if bucket.is_last():
         exchange.synchronised += 1
-    if exchange.inner is not None:
-        state, hook = exchange.inner
-        return hook(state, bucket)
-    if not exchange.summing:
-        buffer.mul_(1.0 / exchange.world)
-    return dist.all_reduce(buffer, group=exchange.group, async_op=True).get_future().then(_first)
+        if exchange.numbers is not None and exchange.travel is None:
+            exchange.depart()
+    return future
 
 
 class BucketSource:
@@ -78,9 +101,13 @@ class BucketSource:
     def __init__(self, layout: Layout, inner: tuple[Any, CommunicationHook] | None = None) -> None:
         _require_ranks(layout, inner)
         self._layout = layout
-        self._measuring = False
         self._summing = False
         self._exchanges = [_exchange(module, layout, inner) for module in layout.parallel]
+
+    @property
+    def measuring(self) -> bool:
+        """Whether norms are taken."""
+        return self._exchanges[0].measuring
 
     @property
     def reduction(self) -> int:
@@ -89,7 +116,6 @@ class BucketSource:
 
     def measure(self, on: bool) -> None:
         """Take norms from now on, or not."""
-        self._measuring = on
         for exchange in self._exchanges:
             exchange.measuring = on
 
@@ -112,19 +138,32 @@ class BucketSource:
                 "inside window.micro_batch() (DDP decides in the forward pass)"
             )
 
-    def collect(self) -> Tensor | None:
-        """Squared norm of this rank's accumulated gradient; ``None`` when not measured.
+    def carry(self, numbers: Tensor) -> bool:
+        """Take a vector along behind the last bucket of the coming backward, the squared norm put in; if possible.
+
+        With several modules the order of their last buckets is not ours to rely on.
+        """
+        if len(self._exchanges) > 1:
+            return False
+        self._exchanges[0].numbers = numbers
+        return True
+
+    def collect(self) -> tuple[Tensor | None, Wait | None]:
+        """Squared norm of this rank's accumulated gradient (``None`` when not measured), and what waits for the vector
+        that was carried, if one was.
 
         Raises:
             ValueError: when the communication hook did not fire once for all parameters in this window.
         """
         for exchange in self._exchanges:
             _require_one_synchronisation(exchange)
-        parts = [part for exchange in self._exchanges for part in exchange.parts]
-        square = together(parts, self._layout.device).square() if self._measuring else None
+        travel = self._exchanges[0].travel
+        square = None
+        if travel is None and self._exchanges[0].measuring:
+            square = torch.stack([exchange.square() for exchange in self._exchanges]).sum()
         for exchange in self._exchanges:
             exchange.forget()
-        return square
+        return square, travel
 
     def detach(self) -> None:
         """Leave plain all-reduces behind: DDP has no way to take a communication hook off."""

@@ -39,6 +39,11 @@ class HookSource:
         self._square: Tensor | None = None
 
     @property
+    def measuring(self) -> bool:
+        """Whether the hooks are on."""
+        return bool(self._handles)
+
+    @property
     def reduction(self) -> int:
         """What a gradient is divided by, relative to the sum over all groups: DDP takes the mean over ranks."""
         return self._layout.world if self._layout.parallel else 1
@@ -84,12 +89,16 @@ class HookSource:
             self._square = norm.square() if self._square is None else self._square + norm.square()
         self._forget()
 
-    def collect(self) -> Tensor | None:
+    def carry(self, numbers: Tensor) -> bool:
+        """No: the last norms are there after backward, when the gradients are on their way already."""
+        return False
+
+    def collect(self) -> tuple[Tensor | None, None]:
         """Sum of the squared norms of the window's group gradients on this rank; ``None`` when not measured."""
         square, self._square = self._square, None
-        if not self._handles:
-            return None
-        return torch.zeros((), dtype=torch.float64, device=self._layout.device) if square is None else square
+        if self.measuring and square is None:
+            square = torch.zeros((), dtype=torch.float64, device=self._layout.device)
+        return square, None
 
     def detach(self) -> None:
         """Remove every hook."""

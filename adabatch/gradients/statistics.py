@@ -64,11 +64,11 @@ def checked(samples: int, weight: float | Tensor | None) -> float | Tensor:
     return weight
 
 
-def summarise(tally: Tally, square: Tensor | None, *, by_rank: bool, stop: bool) -> Tensor:
-    """This rank's numbers, a vector in double precision on the device, without waiting for it.
+def summarise(tally: Tally, *, measured: bool, by_rank: bool, stop: bool) -> Tensor:
+    """This rank's numbers, a vector in double precision on the device, without waiting for it; no squared norm yet.
 
     Args:
-        square: sum of the squared norms of the groups' gradients; ``None`` when not measured, which makes no groups.
+        measured: whether a squared norm will be put in; without it there are no groups.
         by_rank: whether the rank is one group, or each of its micro-batches.
         stop: whether this rank asks all to stop.
     """
@@ -76,10 +76,8 @@ def summarise(tally: Tally, square: Tensor | None, *, by_rank: bool, stop: bool)
         numbers = _summary_on_device(tally, by_rank)
     else:
         numbers = _summary_on_host(tally, by_rank)
-    if square is None:
+    if not measured:
         numbers[GROUPS] = 0.0
-    else:
-        numbers[GROUP_SQUARE] = square
     numbers[LOSS] = math.nan if tally.loss is None else tally.loss
     if stop:
         numbers[STOP] = 1.0

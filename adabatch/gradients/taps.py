@@ -23,7 +23,7 @@ from adabatch.gradients.buckets import BucketSource, CommunicationHook
 from adabatch.gradients.hooks import HookSource
 from adabatch.gradients.layout import Layout
 from adabatch.gradients.norms import gradient_norm
-from adabatch.gradients.statistics import Pending, Tally, checked, summarise
+from adabatch.gradients.statistics import GROUP_SQUARE, Pending, Tally, checked, summarise
 
 KINDS = ("auto", "hooks", "ddp")
 
@@ -36,11 +36,14 @@ class Source(Protocol):
     by_rank: bool
 
     @property
+    def measuring(self) -> bool: ...
+    @property
     def reduction(self) -> int: ...
     def measure(self, on: bool) -> None: ...
     def open(self, summing: bool = False) -> None: ...
     def close_micro_batch(self, weight: float | Tensor, last: bool | None = None) -> None: ...
-    def collect(self) -> Tensor | None: ...
+    def carry(self, numbers: Tensor) -> bool: ...
+    def collect(self) -> tuple[Tensor | None, distributed.Wait | None]: ...
     def detach(self) -> None: ...
 
 
@@ -59,6 +62,8 @@ class Tap:
         self.source = source
         self._optimizer = optimizer
         self._tally = Tally(layout.device)
+        self._carried: Tensor | None = None
+        self._stop_later = False
         self._weight_per_sample: float | None = None
         source.measure(True)
 
@@ -83,7 +88,9 @@ class Tap:
         Raises:
             ValueError: when no gradient came, or it came twice; for a weight that is negative or not finite.
         """
-        self._count(samples, checked(samples, weight), None if loss is None else loss.detach(), last=None)
+        weight = checked(samples, weight)
+        self._tally.add(samples, weight, None if loss is None else loss.detach())
+        self.source.close_micro_batch(weight)
 
     def read(self, *, factor: float = 1.0, scaler: torch.amp.GradScaler | None = None) -> Pending:
         """End the window: its measurement, pending on the device. Every rank must call it.
@@ -125,16 +132,27 @@ class Tap:
 
     def _open(self, summing: bool) -> None:
         self._tally = Tally(self.layout.device)
+        self._carried = None
         self.source.open(summing)
 
-    def _count(self, samples: int, weight: float | Tensor, loss: Tensor | None, last: bool | None) -> None:
-        self.source.close_micro_batch(weight, last)
-        self._tally.add(samples, weight, loss)
+    def _summary(self, stop: bool) -> Tensor:
+        return summarise(self._tally, measured=self.source.measuring, by_rank=self.source.by_rank, stop=stop)
+
+    def _depart(self, stop: bool) -> bool:
+        """Before the last backward: let the window's numbers travel with its gradients, if the source can do that."""
+        numbers = self._summary(stop)
+        if self.source.carry(numbers):
+            self._carried = numbers
+        return self._carried is not None
 
     def _send(self, stop: bool) -> tuple[Tensor, distributed.Wait]:
         """This window's numbers on their way over the ranks, and what waits for them."""
-        square = self.source.collect()
-        numbers = summarise(self._tally, square, by_rank=self.source.by_rank, stop=stop)
+        square, arrive = self.source.collect()
+        if self._carried is not None and arrive is not None:
+            return self._carried, arrive
+        numbers = self._summary(stop)
+        if square is not None:
+            numbers[GROUP_SQUARE] = square
         return numbers, distributed.start_sum(numbers, self.layout.group)
 
     def _unit(self, global_batch: int) -> float:

@@ -62,6 +62,8 @@ class Window:
         self._inside = False
         self._scaler: torch.amp.GradScaler | None = None
         self._complete = False
+        self._departed = False
+        self._stop, tap._stop_later = tap._stop_later, False
 
     def __enter__(self) -> Self:
         self._tap.measure(self.plan.measure)
@@ -119,9 +121,18 @@ class Window:
         loss = mean_loss.float() if mean_loss.dtype in HALF else mean_loss
         self._remember(scaler, samples, weight)
         scaled = loss if scaler is None else scaler.scale(loss)
-        scaled.backward(_factor(weight, self._unit, scaled))
         last = self._begun == self.plan.micro_batches
-        self._tap._count(samples, weight, mean_loss.detach().reshape(()), last)
+        with torch.no_grad():
+            self._tap._tally.add(samples, weight, mean_loss.detach().reshape(()))
+            self._departed = last and self._tap._depart(self._stop)
+        scaled.backward(_factor(weight, self._unit, scaled))
+        self._tap.source.close_micro_batch(weight, last)
+
+    def request_stop(self) -> None:
+        """Ask all ranks to stop; they see it in this window's outcome when called before its last backward."""
+        if self._departed:
+            self._tap._stop_later = True
+        self._stop = True
 
     @torch.no_grad()
     def finish(
@@ -138,7 +149,8 @@ class Window:
             optimizer: the optimizer of the model's parameters, or several that share them.
             max_norm: threshold of the mean gradient's norm, as in ``torch.nn.utils.clip_grad_norm_``.
             scaler: the scaler of ``backward``; gradients stay scaled, and ``outcome.step`` unscales them.
-            stop: whether this rank asks all to stop; read with ``outcome.stop_requested()``.
+            stop: whether this rank asks all to stop, as ``request_stop``. Under DDP it is late for this window, whose
+                numbers have travelled with its gradients, and goes with the next.
 
         Returns:
             What to step with. When the gradient is not finite (or nothing had weight), it is set to NaN and
@@ -150,8 +162,10 @@ class Window:
         scaler = _enabled(scaler)
         optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
         self._require_finishable(optimizers, scaler)
+        if stop:
+            self.request_stop()
         layout, reduction = self._tap.layout, self._tap.source.reduction
-        numbers, arrive = self._tap._send(stop)
+        numbers, arrive = self._tap._send(self._stop)
         norm = gradient_norm(layout.alike, layout.device)
         arrive()
         factor = self._unit * reduction / numbers[WEIGHT]

@@ -13,11 +13,13 @@ from N(0, Sigma / tr Sigma) and s_k^2 is the group's share of noise:
 
 The noise scale of one sample is 0.1 to 30 times the 64 samples of a window. Everything that the estimator reads of a
 window is |g_bar|^2 and sum p_k^2 |g_k|^2, and both follow from the products e_k.e_l and G.e_k. These do not depend on
-the size of the noise, so they are computed once per drawn window, exactly, and scaled. No window is used twice for one
-figure: of each repeat's 1,024 windows the highest noise scale takes all (eight times its memory), and the five others
-take 128 each, out of those that the highest uses for sizing its memory only. Repeats share nothing.
+the size of the noise, so they are computed once per drawn window, exactly, and scaled. Each repeat draws 1,024 windows.
+The highest noise scale takes them all (eight times its memory). The five others take 128 each, out of those that the
+highest uses for sizing its memory but does not average, so that no figures of two cells come from the same windows.
+Repeats share nothing.
 
-Every repeat is read three times, after 16 and 64 steps and at its end, and the targets hold for each reading.
+Every repeat is read three times, after 16 and 64 steps and at its end, and the targets are for each of these readings.
+The width compares with an oracle that averages the same windows, knows the variances, and uses the normal quantile.
 """
 
 from __future__ import annotations
@@ -168,7 +170,7 @@ class Cell:
     below: float  # share of intervals wholly below the truth
     above: float  # share wholly above it
     unresolved: float
-    width: float  # median over the oracle's median, of the interval of 1/scale
+    width: float  # median of the width of the interval of 1/scale over the oracle's
     steps: float
 
     @property
@@ -190,7 +192,7 @@ def summarise(ratio: float, rows: np.ndarray, steps: np.ndarray) -> Cell:
         below=float((high < truth).mean()),
         above=float((low > truth).mean()),
         unresolved=float(np.isinf(high).mean()),
-        width=float(np.median(inverse_low - inverse_high) / np.median(oracle_widths(signal, sample_noise, count, steps))),
+        width=float(np.median((inverse_low - inverse_high) / oracle_widths(signal, sample_noise, count, steps))),
         steps=count.mean(),
     )
 

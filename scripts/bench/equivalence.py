@@ -138,7 +138,7 @@ def cast(batch: Any, dtype: torch.dtype) -> Any:
 
 def scaling_of(case: Case, reference: int) -> Scaling:
     adam = case.optimizer == "adamw"
-    return Scaling("gain_power" if adam else "adascale", reference, betas=adam, eps=adam)
+    return Scaling("gain_power" if adam else "adascale", reference, beta2=adam, eps=adam)
 
 
 def schedule() -> Schedule:

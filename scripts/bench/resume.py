@@ -51,7 +51,7 @@ PROGRAM = ROOT / "scripts" / "bench" / "_resume_task.py"
 SAMPLES, DATA_SIZE, ORDER_SEED = 2411, 701, 5
 SETTINGS = f"""
     model=gpt_tiny model.dropout=0.1 order_seed={ORDER_SEED} data=text data.pattern=*.py data.sequence_length=32
-    stop.samples={SAMPLES} limits.start_batch=12 limits.micro_batch=4 limits.max_batch=72 lr_schedule.warmup=0
+    stop.samples={SAMPLES} limits.start_batch=24 limits.micro_batch=4 limits.max_batch=96 lr_schedule.warmup=0
     policy.target_efficiency=0.2 damping=off damping.growth=1.5 noise.decide_every=4
     logger=quiet logger.every=4 evaluation.every=300 evaluation.samples=24 checkpoint.every=250
 """.split()
@@ -345,8 +345,7 @@ def examine(spec: Spec, folder: Path, references: References) -> dict[str, Any]:
         ours, theirs = facts(history.folder), references.of(spec.ranks[0]).facts
         different = [name for name in theirs if ours[name] != theirs[name]]
     ledger = json.loads((history.folder / "ledger.json").read_text())
-    shutil.rmtree(folder / f"run{spec.number}")
-    return {
+    row = {
         "kills": history.kills,
         "anew": history.anew,
         "clear": history.clear,
@@ -357,6 +356,8 @@ def examine(spec: Spec, folder: Path, references: References) -> dict[str, Any]:
         "once": exactly_once(history),
         "seconds": time.monotonic() - began,
     }
+    shutil.rmtree(folder / f"run{spec.number}")
+    return row
 
 
 # -- the whole benchmark

@@ -138,7 +138,8 @@ def sound_estimates(draw: st.DrawFn) -> Estimate:
         point = value * 2 if signal > 0 else math.inf
     else:
         signal, point, top, resolved = 1.0, value, value * width, True
-    return Estimate(signal, value, point, value / width, top, resolved, 512, 16, draw(st.sampled_from([16, 640, 10**9])))
+    memory = draw(st.sampled_from([16, 640, 10**9]))
+    return Estimate(signal, value, point, value / width, top, resolved, 512, 16, memory)
 
 
 @st.composite
@@ -190,7 +191,12 @@ def check_reason(change: Decision) -> None:
 def check_damping(changes: list[Decision]) -> None:
     for earlier, later in pairwise(changes):
         assert later.sample - earlier.sample >= DWELL, "at most one change, and so one reversal, in a dwell"
-    for change in changes:
+    for since, change in zip([0, *(change.sample for change in changes)], changes):
+        assert change.estimate is not None
+        if change.estimate["resolved"]:
+            assert change.sample - since >= change.estimate["memory"], "the estimate is renewed in between"
+        else:
+            assert change.batch > change.previous, "unresolved never shrinks"
         assert change.batch / change.previous <= 2.0
         assert change.previous / change.batch <= 2.0
 

@@ -412,18 +412,30 @@ def test_one_bad_rank_skips_on_all(fused: bool) -> None:
     assert ranks.run(_not_finite_on_one_rank, 2, fused) == [(True, True)] * 2
 
 
-def _stop_on_one_rank() -> list[bool]:
+def _stop_on_one_rank(kind: str, late: bool) -> list[bool]:
+    """Rank 1 asks in the second of four windows."""
     model = _one_module()
-    tap = gradients.attach(model)
+    tap = gradients.attach(model, kind=kind)
+    piece = cases.pieces([2], tokens=False)[0]
     asked = []
-    for stop in (False, distributed.rank() == 1):
-        mine = cases.pieces([2], tokens=False)
-        asked.append(one_window(tap, model, mine, [[2], [2]], stop=stop).stop_requested())
+    for number in range(4):
+        ask = distributed.rank() == 1 and number == 1
+        with gradients.accumulate(tap, cases.plan([[2], [2]])) as window:
+            if ask and not late:
+                window.request_stop()
+            with window.micro_batch():
+                window.backward(cases.mean_loss(model, piece), samples=2)
+        outcome = window.finish(torch.optim.SGD(model.parameters(), lr=0.1), stop=ask and late)
+        asked.append(outcome.stop_requested())
     return asked
 
 
-def test_one_rank_stops_all() -> None:
-    assert ranks.run(_stop_on_one_rank, 2) == [[False, True]] * 2
+@pytest.mark.parametrize(
+    ("kind", "late", "seen"), [("hooks", False, 1), ("hooks", True, 1), ("ddp", False, 1), ("ddp", True, 2)]
+)
+def test_one_rank_stops_all(kind: str, late: bool, seen: int) -> None:
+    """Under the bucket tap the numbers leave with the gradients, so a word after backward goes with the next window."""
+    assert ranks.run(_stop_on_one_rank, 2, kind, late) == [[number == seen for number in range(4)]] * 2
 
 
 def _fp16() -> list[tuple[float, bool]]:

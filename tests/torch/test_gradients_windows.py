@@ -203,10 +203,10 @@ def test_weights_that_are_on_the_device_count_the_same() -> None:
             tally = statistics.Tally(torch.device("cpu"))
             for samples, weight in ((3, 5), (0, 0), (2, 7.5)):
                 tally.add(samples, convert(weight), torch.tensor(math.nan if weight == 0 else 2.0 * weight))
-            vectors.append(statistics.summarise(tally, torch.tensor(4.0), by_rank=by_rank, stop=True))
+            vectors.append(statistics.summarise(tally, measured=True, by_rank=by_rank, stop=True))
         assert torch.equal(*vectors)
         weight_square, count = (12.5**2, 1) if by_rank else (5**2 + 7.5**2, 2)
-        assert vectors[0].tolist() == [4.0, 12.5, weight_square, 5.0, count, 2 * 5**2 + 2 * 7.5**2, 1.0]
+        assert vectors[0].tolist() == [0.0, 12.5, weight_square, 5.0, count, 2 * 5**2 + 2 * 7.5**2, 1.0]
 
 
 def test_a_tensor_weight_is_taken() -> None:

@@ -89,6 +89,20 @@ def test_a_debt_moves_the_batch_by_a_bounded_factor(batch: int, wanted: float) -
     assert wants(steady, RESOLVED, state).batch == pytest.approx(100.0)
 
 
+def test_a_surplus_that_cannot_be_spent_within_the_same_samples_moves_it_as_far_as_allowed() -> None:
+    policy = TargetEfficiency(0.2)  # the batch 1 has 0.99: to average 0.2, less than nothing is asked for
+    state = policy.update(policy.init(), batch=1, samples=1000, estimate=RESOLVED)
+    assert wants(policy, RESOLVED, state).batch == pytest.approx(2 * 400.0)
+
+
+def test_no_debt_moves_an_unresolved_batch_beyond_what_its_lower_bound_supports() -> None:
+    policy = TargetEfficiency(0.5)
+    state = policy.update(policy.init(), batch=1, samples=1000, estimate=UNRESOLVED)
+    assert wants(policy, UNRESOLVED, state).low == 30.0
+    state = policy.update(policy.init(), batch=10_000, samples=1000, estimate=UNRESOLVED)
+    assert wants(policy, UNRESOLVED, state).low == 15.0
+
+
 def test_another_target_does_not_reckon_up_the_past() -> None:
     before, after = TargetEfficiency(0.5), TargetEfficiency(0.8)
     state = before.update(before.init(), batch=100, samples=100_000, estimate=RESOLVED)
@@ -247,7 +261,8 @@ def test_without_the_interval_gate_the_point_is_followed() -> None:
 
 
 def test_a_change_waits_for_the_dwell() -> None:
-    assert pass_through(supported(100), since=999, dwell=1000).held == ("dwell", "within 1,000 samples of the last change")
+    held = pass_through(supported(100), since=999, dwell=1000).held
+    assert held == ("dwell", "within 1,000 samples of the last change")
     assert pass_through(supported(100), since=1000, dwell=1000).held is None
 
 

@@ -64,7 +64,7 @@ def test_the_gain_rises_with_the_batch(batch: int, reference: int, noise_scale: 
 
 def test_companions_of_the_square_root_rule() -> None:
     scales = Scaling("sqrt", 16).scales(64, noise_scale=None)
-    assert scales == Scales(kappa=4.0, lr=2.0, beta_exponent=4.0, eps=0.5, weight_decay=2.0, clip=1.0)
+    assert scales == Scales(kappa=4.0, lr=2.0, beta2_exponent=4.0, eps=0.5, weight_decay=2.0, clip=1.0)
 
 
 def test_weight_decay_per_sample_is_constant() -> None:
@@ -87,7 +87,7 @@ def test_none_moves_nothing() -> None:
 
 
 def test_companions_can_be_left_alone() -> None:
-    still = Scaling("linear", 16, betas=False, eps=False, weight_decay=False, clip=False)
+    still = Scaling("linear", 16, beta2=False, eps=False, weight_decay=False, clip=False)
     assert still.scales(64, 100.0) == Scales(kappa=4.0, lr=4.0)
 
 

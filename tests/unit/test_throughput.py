@@ -31,7 +31,9 @@ def test_counts_with_more_steps_weigh_more() -> None:
     assert many.per_micro_batch == pytest.approx(1.5)
 
 
-@pytest.mark.parametrize("observations", [[], [(2, 10, 5.0)], [(2, 10, 5.0), (2, 20, 11.0)], [(1, 0, 1.0), (2, 5, 1.0)]])
+@pytest.mark.parametrize(
+    "observations", [[], [(2, 10, 5.0)], [(2, 10, 5.0), (2, 20, 11.0)], [(1, 0, 1.0), (2, 5, 1.0)]]
+)
 def test_one_accumulation_count_tells_nothing_apart(observations: list[tuple[float, float, float]]) -> None:
     assert fit_step_time(observations) is None
 
