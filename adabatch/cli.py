@@ -154,3 +154,7 @@ def _validate(options: argparse.Namespace) -> int:
         raise ValueError(f"there is no program and no run folder at {program}")
     command = [sys.executable, str(program), *overrides, "job=validate"]
     return subprocess.run(command, cwd=directory, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

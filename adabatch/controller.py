@@ -22,7 +22,7 @@ from adabatch.plan import BatchLimits, BatchPlan
 from adabatch.policies import Damping, Policy, Proposal, Replay, Situation, Wanted, supported_scale
 from adabatch.progress import Budget, Progress
 from adabatch.scaling import Scaling
-from adabatch.schedules import Schedule
+from adabatch.schedules import Schedule, ScheduleLike
 
 STATE_VERSION = 1
 # The smallest batch that a closed-loop policy may use: one sample alone has nothing to be compared with.
@@ -68,7 +68,7 @@ class Controller:
     start_batch: int | None = None
     noise: NoiseEstimator | None = None
     scaling: Scaling | None = None
-    schedule: Schedule = field(default_factory=Schedule)
+    schedule: ScheduleLike = field(default_factory=Schedule)
     damping: Damping = field(default_factory=Damping)
     budget: Budget = field(default_factory=Budget)
     tokens_per_sample: int | None = None

@@ -22,6 +22,9 @@ TIMEOUT_SECONDS = 600.0
 # What torchrun sets for every worker.
 LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
+# Bytes of a message's length, and of a text that travels beside it.
+_HEAD, _SHORT = 8, 4088
+
 # Length that announces that rank 0 had nothing to say that JSON can hold.
 _UNSPEAKABLE = -1
 
@@ -182,17 +185,37 @@ def _speak(value: Any) -> tuple[bytes, str | None]:
 
 
 def _broadcast(text: bytes | None, group: dist.ProcessGroup | None) -> bytes | None:
-    """Rank 0's bytes on every rank: first their number, then themselves. ``None`` travels as such."""
+    """Rank 0's bytes on every rank; ``None`` travels as such.
+
+    The first broadcast has room for the length and a short text, so that only long ones need a second.
+    """
     device = control_device(group)
-    length = torch.tensor(_UNSPEAKABLE if text is None else len(text), dtype=torch.int64, device=device)
-    dist.broadcast(length, group=group, group_src=0)
-    if length.item() == _UNSPEAKABLE:
-        return None
-    payload = torch.zeros(int(length.item()), dtype=torch.uint8, device=device)
+    first = torch.zeros(_HEAD + _SHORT, dtype=torch.uint8)
     if rank(group) == 0:
-        payload.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-    dist.broadcast(payload, group=group, group_src=0)
-    return payload.cpu().numpy().tobytes()
+        length = _UNSPEAKABLE if text is None else len(text)
+        message = length.to_bytes(_HEAD, "little", signed=True) + (text or b"")
+        first[: len(message)] = _as_tensor(message[: len(first)])
+    first = _sent(first, device, group)
+    length = int.from_bytes(first[:_HEAD], "little", signed=True)
+    if length == _UNSPEAKABLE:
+        return None
+    if length <= _SHORT:
+        return first[_HEAD : _HEAD + length]
+    rest = torch.zeros(length - _SHORT, dtype=torch.uint8)
+    if rank(group) == 0:
+        rest = _as_tensor(text[_SHORT:])
+    return first[_HEAD:] + _sent(rest, device, group)
+
+
+def _as_tensor(text: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def _sent(data: torch.Tensor, device: torch.device, group: dist.ProcessGroup | None) -> bytes:
+    """Rank 0's ``data`` as bytes, on every rank."""
+    data = data.to(device)
+    dist.broadcast(data, group=group, group_src=0)
+    return data.cpu().numpy().tobytes()
 
 
 @contextmanager

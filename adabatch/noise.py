@@ -1,9 +1,8 @@
 """From measured windows to a running noise scale with a confidence interval.
 
 One window of K groups yields unbiased readings of G^2 (the squared norm of the true gradient) and of S (the trace of
-one sample's gradient covariance). The noise scale is S / G^2, in samples. The two are averaged apart over a sliding
-memory and divided last; the interval is Fieller's. Nothing here knows torch, and every function is pure: the
-estimator's state is a dict of numbers and lists that survives JSON unchanged.
+one sample's gradient covariance). Their averages are divided last: the noise scale is S / G^2, in samples, with
+Fieller's interval. Everything here is pure; the state is a dict of numbers and lists that JSON keeps unchanged.
 """
 
 from __future__ import annotations
@@ -12,6 +11,8 @@ import math
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
+
+from adabatch.plan import samples_in
 
 # Blocks of one sliding memory: fewer make Student's quantile wide, and more buy nothing.
 MOST_BLOCKS = 32
@@ -178,7 +179,7 @@ class NoiseEstimator:
         row = [samples, 1, samples * signal, samples * measurement.noise, variance]
         total = _sum(state["total"], row)
         batch = (_total(state["recent"], SAMPLES) + samples) / (_total(state["recent"], STEPS) + 1)
-        memory = self._resize(state["memory"] or float(FEWEST_STEPS * samples), batch, total)
+        memory = self._resize(state["memory"] or float(samples_in(FEWEST_STEPS, samples)), batch, total)
         aim = self._aim(memory, total)
         recent, older = _add(state["recent"], row, aim / MOST_BLOCKS), state["older"].copy()
         _balance(recent, older, aim)
@@ -214,7 +215,7 @@ class NoiseEstimator:
             resolved=high < math.inf,
             samples=samples,
             steps=steps,
-            memory=round(max(self._aim(state["memory"], state["total"]), FEWEST_STEPS * samples / steps)),
+            memory=round(max(self._aim(state["memory"], state["total"]), samples_in(FEWEST_STEPS, samples / steps))),
             geometry=self.geometry,
         )
 
@@ -225,7 +226,7 @@ class NoiseEstimator:
     def _resize(self, memory: float, batch: float, total: Block) -> float:
         """``memory`` times the power of 2 that brings it nearest to what the history asks for."""
         most = math.ceil(math.log2(min(total[SAMPLES], self.cap) / memory))
-        wanted = max(self._wanted(total, batch), FEWEST_STEPS * batch)
+        wanted = max(self._wanted(total, batch), samples_in(FEWEST_STEPS, batch))
         return memory * 2.0 ** (min(round(math.log2(wanted / memory)), most) if wanted < math.inf else most)
 
     def _wanted(self, total: Block, batch: float) -> float:

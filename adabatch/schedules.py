@@ -8,9 +8,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
+
 
 SHAPES = ("constant", "cosine", "linear", "wsd")
 SCHEDULE_UNITS = ("samples", "tokens")
+
+
+class ScheduleLike(Protocol):
+    """What the controller asks of a schedule; ``adabatch.optimizers.TorchSchedule`` is another one."""
+
+    unit: str
+    warmup: int
+
+    def value(self, position: float) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ DECIDING = {name for name, row in ROW.items() if row <= 3}
 # These load torch when it is needed, and not when they are imported.
 NO_TORCH_AT_IMPORT = DECIDING | {"runlog", "report", "simulate", "cli", "config"}
 # Building the parts of a run is what needs torch; reading and checking a configuration does not.
-LOADS_TORCH_ANYWAY = {"adabatch.config.build"}
+LOADS_TORCH_ANYWAY = {"adabatch.config.build", "adabatch.config.launching"}
 # A report reads what the run log has written, in the format that is defined there.
 SAME_ROW = {("report", "runlog")}
 

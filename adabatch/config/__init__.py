@@ -19,15 +19,15 @@ from adabatch.config.compose import compose as compose
 
 if TYPE_CHECKING:
     from adabatch.config.build import Task as Task
-    from adabatch.config.build import launch as launch
+    from adabatch.config.launching import launch as launch
 
-_WITH_TORCH = ("Task", "launch")
+_WITH_TORCH = {"Task": "adabatch.config.build", "launch": "adabatch.config.launching"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in _WITH_TORCH:
         raise AttributeError(f"module 'adabatch.config' has no attribute {name!r}")
-    return getattr(importlib.import_module("adabatch.config.build"), name)
+    return getattr(importlib.import_module(_WITH_TORCH[name]), name)
 
 
 def __dir__() -> list[str]:

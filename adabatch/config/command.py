@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 import hydra
@@ -22,6 +24,8 @@ SWEEP = ("-m", "--multirun")
 # Hydra answers these itself, and runs nothing.
 HYDRA = ("-c", "--cfg", "-i", "--info", "--hydra-help", "--version", "-sc", "--shell-completion")
 REFUSED = 2
+# Seconds that a silent rank leaves the speaking one.
+PATIENCE = 10.0
 
 Run = Callable[[DictConfig, Sequence[str]], int]
 
@@ -59,7 +63,17 @@ def _rank() -> int:
 
 
 def _refuse(error: ConfigError) -> int:
-    if _rank() == error.rank:
+    """Have the error said once; the status for it.
+
+    The launcher ends all ranks when the first has ended. So the others wait for that until the one that speaks has
+    spoken; when nothing ends them, it has not met the error (a file may be missing on one machine), and they speak.
+    """
+    rank = _rank()
+    if rank != error.rank and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(REFUSED))
+        time.sleep(PATIENCE)
+        print(f"configuration error on rank {rank}: {error}", file=sys.stderr, flush=True)
+    elif rank == error.rank:
         print(f"configuration error: {error}", file=sys.stderr, flush=True)
     return REFUSED
 
@@ -83,7 +97,8 @@ def _unreachable(config: DictConfig) -> None:
 
 
 def _note_hydra(overrides: Sequence[str]) -> None:
-    if idle := [override for override in overrides if override.startswith("hydra")]:
+    idle = [override for override in overrides if override.startswith("hydra")]
+    if idle and _rank() == 0:
         print(
             f"note: {' '.join(idle)} changes nothing: the working directory stays, and the run folder is chosen by "
             f"run_folder= or runs=",

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, QuotedString
@@ -27,6 +28,9 @@ from omegaconf.errors import (
 
 from adabatch.config.bounds import problems
 from adabatch.config.schema import GROUPS, RunConfig
+
+# What Hydra raises for files and overrides that it cannot make a configuration of.
+FAILURES = (HydraException, OmegaConfBaseException, ValueError, yaml.YAMLError)
 
 
 class ConfigError(ValueError):
@@ -79,11 +83,11 @@ def compose_partly(config: str, overrides: Sequence[str]) -> DictConfig:
     with hydra.initialize_config_dir(str(config_folder()), version_base="1.3"):
         try:
             return hydra.compose(config_name=config, overrides=list(overrides))
-        except (HydraException, OmegaConfBaseException, ValueError) as error:
+        except FAILURES as error:
             groups = [override for override in overrides if is_group(parse(override).key_or_group)]
             try:
                 unknown = list(_unknown(hydra.compose(config_name=config, overrides=groups), overrides))
-            except (HydraException, OmegaConfBaseException, ValueError):
+            except FAILURES:
                 unknown = []
             raise ConfigError("\n".join(unknown) or _readable(error)) from None
 
@@ -102,9 +106,7 @@ def require_legal(config: DictConfig) -> None:
 
 def options(group: str) -> list[str]:
     """The options of ``group`` that the registered program can use: those of a schema that it has."""
-    files = sorted((config_folder() / group).glob("*.yaml"))
-    schemas = ConfigStore.instance().repo.get("schema", {}).get(group, {})
-    return [file.stem for file in files if (schema := _schema_of(file)) is None or f"{schema}.yaml" in schemas]
+    return sorted(file.stem for file in (config_folder() / group).glob("*.yaml") if _is_usable(file))
 
 
 def plain(config: DictConfig) -> dict[str, Any]:
@@ -129,12 +131,11 @@ def parse(override: str) -> Override:
         ) from None
 
 
-def _schema_of(file: Path) -> str | None:
-    """The schema that an option's file begins with, such as ``gpt`` for ``/schema/model/gpt@_here_``."""
-    for entry in OmegaConf.load(file).get("defaults", []):
-        if isinstance(entry, str) and entry.startswith("/schema/"):
-            return entry.rpartition("/")[2].partition("@")[0]
-    return None
+def _is_usable(file: Path) -> bool:
+    """Whether the schemas that an option's file begins with, such as ``/schema/model/gpt@_here_``, are registered."""
+    schemas = ConfigStore.instance().repo.get("schema", {}).get(file.parent.name, {})
+    named = [entry for entry in OmegaConf.load(file).get("defaults", []) if str(entry).startswith("/schema/")]
+    return all(f"{entry.rpartition('/')[2].partition('@')[0]}.yaml" in schemas for entry in named)
 
 
 def is_group(key: str) -> bool:
@@ -157,8 +158,9 @@ def _require_plain(override: str) -> None:
     if is_group(key):
         value = parsed.value()
         value = value.text if isinstance(value, QuotedString) else value
-        valid = options(key)
-        if value not in valid:
+        file = config_folder() / key / f"{value}.yaml"
+        if not (isinstance(value, str) and file.is_file() and _is_usable(file)):
+            valid = options(key)
             raise ConfigError(f"there is no {key}={value}.{_hint(str(value), valid)} Valid options: {', '.join(valid)}")
 
 
@@ -177,9 +179,9 @@ def _unknown_part(config: DictConfig, key: str) -> str | None:
         names = sorted(map(str, node)) if OmegaConf.is_dict(node) else []
         if part not in names:
             where = ".".join(walked)
-            hints = _hint(part, names, f"{where}." if where else "") + _elsewhere(config, where, part)
+            hint = _elsewhere(config, where, part) or _hint(part, names, f"{where}." if where else "")
             valid = f"Valid names in {where or 'the top level'}: {', '.join(names) or 'none'}"
-            return f"there is no {key}.{hints} {valid}"
+            return f"there is no {key}.{hint} {valid}"
         walked.append(part)
         node = None if OmegaConf.is_missing(node, part) else node[part]
     return None
@@ -209,7 +211,8 @@ def _readable(error: Exception) -> str:
     cause = error.__cause__
     if isinstance(cause, OmegaConfBaseException) and cause.full_key and cause.msg:
         return f"{cause.full_key}: {cause.msg.splitlines()[0]}"
-    return str(error).partition("\nConfig search path")[0]
+    lines = str(error).partition("\nConfig search path")[0].splitlines()
+    return "\n".join(line for line in lines if not line.startswith("    "))
 
 
 def _missing(node: DictConfig, prefix: str) -> Iterator[str]:

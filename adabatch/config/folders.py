@@ -47,7 +47,7 @@ def claim(config: DictConfig) -> tuple[Path, IO[str] | None]:
 def _lock(folder: Path) -> IO[str]:
     file = open(folder / "lock", "a+", encoding="utf-8")
     try:
-        # The process's own, not the open file's: data workers, which inherit that, may outlive a killed rank by seconds.
+        # The process's own, not the open file's: data workers inherit that, and may outlive a killed rank by seconds.
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         file.seek(0)

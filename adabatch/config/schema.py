@@ -49,7 +49,7 @@ class StagesConfig:
     """``policy=stages``: a schedule written down beforehand."""
 
     name: str = tag("stages")  # marks the policy
-    stages: str = MISSING  # pairs of threshold:batch, such as "0:16, 1k:32, 4k:64"
+    stages: str = MISSING  # pairs of threshold:batch, such as 0:16 1k:32 4k:64
     unit: str = one_of("samples", "tokens")  # what the thresholds count
 
 

@@ -138,15 +138,14 @@ class BucketSource:
                 "inside window.micro_batch() (DDP decides in the forward pass)"
             )
 
-    def carry(self, numbers: Tensor) -> bool:
-        """Take a vector along behind the last bucket of the coming backward, the squared norm put in; if possible.
+    @property
+    def carries(self) -> bool:
+        """Whether a vector can travel behind the last bucket. Of several modules, any may have the last one."""
+        return len(self._exchanges) == 1
 
-        With several modules the order of their last buckets is not ours to rely on.
-        """
-        if len(self._exchanges) > 1:
-            return False
+    def carry(self, numbers: Tensor) -> None:
+        """Take a vector along behind the last bucket of the coming backward, the squared norm put in."""
         self._exchanges[0].numbers = numbers
-        return True
 
     def collect(self) -> tuple[Tensor | None, Wait | None]:
         """Squared norm of this rank's accumulated gradient (``None`` when not measured), and what waits for the vector

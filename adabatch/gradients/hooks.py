@@ -27,6 +27,7 @@ class HookSource:
     kind = "hooks"
     groups = "one group per micro-batch of every rank"
     by_rank = False
+    carries = False
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
@@ -89,9 +90,9 @@ class HookSource:
             self._square = norm.square() if self._square is None else self._square + norm.square()
         self._forget()
 
-    def carry(self, numbers: Tensor) -> bool:
-        """No: the last norms are there after backward, when the gradients are on their way already."""
-        return False
+    def carry(self, numbers: Tensor) -> None:
+        """Never called: the last norms are there after backward, when the gradients are on their way already."""
+        raise AssertionError("hooks carry nothing")
 
     def collect(self) -> tuple[Tensor | None, None]:
         """Sum of the squared norms of the window's group gradients on this rank; ``None`` when not measured."""

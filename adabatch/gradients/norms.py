@@ -34,6 +34,8 @@ def pieces(gradient: Tensor) -> Tensor:
         return torch.linalg.vector_norm(gradient, dim=tuple(range(1, gradient.dim())) or 0, dtype=dtype)
     flat = gradient.view(-1)
     whole = flat.numel() // CHUNK * CHUNK
+    if whole == flat.numel():
+        return torch.linalg.vector_norm(flat.view(-1, CHUNK), dim=1, dtype=dtype)
     norms = torch.linalg.vector_norm(flat[:whole].view(-1, CHUNK), dim=1, dtype=dtype)
     rest = torch.linalg.vector_norm(flat[whole:], dtype=dtype)
     return torch.cat((norms, rest.view(1)))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from adabatch.distributed import Wait
 from adabatch.noise import Measurement
 
 # What is summed over the ranks, in double precision.
@@ -118,30 +119,43 @@ def _sent(numbers: Sequence[float], device: torch.device) -> Tensor:
 
 
 class Pending:
-    """One window's measurement, still on the device: ``read`` waits for it, nothing else does."""
+    """One window's measurement, still on the device and perhaps on its way: ``read`` waits for it, nothing else does."""
 
     def __init__(
-        self, numbers: Tensor, *, share: float, over_weight: bool, planned: tuple[int, int] | None = None
+        self,
+        numbers: Tensor,
+        arrive: Wait,
+        facts: Sequence[Tensor],
+        *,
+        share: float,
+        over_weight: bool,
+        planned: tuple[int, int] | None = None,
+        assumed: bool = False,
     ) -> None:
         """
         Args:
-            numbers: the summed vector with the norm of the mean gradient, and the loss scale if there is one.
+            numbers: the vector that is summed over the ranks, and what waits for the sum.
+            facts: scalars that all ranks have: the norm of the mean gradient, and the loss scale if there is one.
             share: what a group's gradient is multiplied by to be its part p_k g_k of the mean gradient.
-            over_weight: whether that is to be divided by the window's weight, which only the device knows.
+            over_weight: whether that is to be divided by the window's weight, which only the sum tells.
             planned: step and global batch of the plan that was to be carried out, if there was one.
+            assumed: whether the gradient was divided by the planned samples, as the weights seemed to be samples.
         """
-        self._planned = planned
         self._share = share
         self._over_weight = over_weight
+        self._planned = planned
+        self._assumed = assumed
         self._values: list[float] | None = None
-        self._arrived = None
-        self._numbers = numbers
         if numbers.device.type == "cuda":
-            # Copied as soon as it is there, so that reading waits for this window and not for what was queued after.
-            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-            self._numbers.copy_(numbers, non_blocking=True)
-            self._arrived = torch.cuda.Event()
-            self._arrived.record()
+            # There the wait is the stream's. Copied as soon as it is there, so that reading waits for this window and
+            # not for what was queued after.
+            arrive()
+            copy = torch.empty(len(numbers) + len(facts), dtype=numbers.dtype, pin_memory=True)
+            copy.copy_(torch.cat((numbers, torch.stack(list(facts)))), non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record()
+            numbers, arrive, facts = copy, copied.synchronize, ()
+        self._numbers, self._arrive, self._facts = numbers, arrive, facts
 
     def read(self) -> Measurement:
         """The measurement; waits for the device on the first call.
@@ -149,10 +163,11 @@ class Pending:
         A window of which nothing was measured, or a group of which was not finite, has 0 groups.
 
         Raises:
-            ValueError: when the window's samples, over all ranks, were not the plan's.
+            ValueError: when the window's samples, over all ranks, were not the plan's, or some micro-batches had weights
+                of their own and others not.
         """
         values = self.values()
-        self._require_planned(round(values[SAMPLES]))
+        self._require_planned(round(values[SAMPLES]), values[WEIGHT])
         weight = values[WEIGHT]
         share = self._share / (weight or math.nan) if self._over_weight else self._share
         scale = values[SCALE] if len(values) > SCALE else 1.0
@@ -169,12 +184,17 @@ class Pending:
             finite=math.isfinite(values[NORM]),
         )
 
-    def _require_planned(self, samples: int) -> None:
+    def _require_planned(self, samples: int, weight: float) -> None:
         step, global_batch = self._planned or (0, samples)
         if samples != global_batch:
             raise ValueError(
                 f"the window of step {step} ran {samples} samples over all ranks, but its plan has {global_batch}; each "
                 f"rank takes micro-batches of plan.pieces(rank) samples, as stream.take(plan) gives them"
+            )
+        if self._assumed and weight != samples:
+            raise ValueError(
+                f"the window of step {step} has weight {weight} in {samples} samples: some of its micro-batches were given "
+                f"a weight and others not; give it to backward() in all of them, on all ranks, or in none"
             )
 
     @property
@@ -185,7 +205,6 @@ class Pending:
     def values(self) -> list[float]:
         """The raw numbers, in the order of this module's constants."""
         if self._values is None:
-            if self._arrived is not None:
-                self._arrived.synchronize()
-            self._values = self._numbers.tolist()
+            self._arrive()
+            self._values = self._numbers.tolist() + [fact.item() for fact in self._facts]
         return self._values

@@ -38,11 +38,13 @@ class Source(Protocol):
     @property
     def measuring(self) -> bool: ...
     @property
+    def carries(self) -> bool: ...
+    @property
     def reduction(self) -> int: ...
     def measure(self, on: bool) -> None: ...
     def open(self, summing: bool = False) -> None: ...
     def close_micro_batch(self, weight: float | Tensor, last: bool | None = None) -> None: ...
-    def carry(self, numbers: Tensor) -> bool: ...
+    def carry(self, numbers: Tensor) -> None: ...
     def collect(self) -> tuple[Tensor | None, distributed.Wait | None]: ...
     def detach(self) -> None: ...
 
@@ -114,13 +116,11 @@ class Tap:
         else:
             layouts.require_current(self.layout, self.model)
         with torch.no_grad():
-            numbers, finish = self._send(stop=False)
-            norm = gradient_norm(self.layout.alike, self.layout.device) * factor
-            finish()
-            parts = [numbers, norm.reshape(1)]
+            numbers, arrive = self._send(stop=False)
+            facts = [gradient_norm(self.layout.alike, self.layout.device) * factor]
             if scaler is not None:
-                parts.append(scale_of(scaler, self.layout.device).reshape(1))
-            pending = Pending(torch.cat(parts), share=factor / self.source.reduction, over_weight=False)
+                facts.append(scale_of(scaler, self.layout.device))
+        pending = Pending(numbers, arrive, facts, share=factor / self.source.reduction, over_weight=False)
         self._open(summing=False)
         return pending
 
@@ -140,10 +140,10 @@ class Tap:
 
     def _depart(self, stop: bool) -> bool:
         """Before the last backward: let the window's numbers travel with its gradients, if the source can do that."""
-        numbers = self._summary(stop)
-        if self.source.carry(numbers):
-            self._carried = numbers
-        return self._carried is not None
+        if self.source.carries:
+            self._carried = self._summary(stop)
+            self.source.carry(self._carried)
+        return self.source.carries
 
     def _send(self, stop: bool) -> tuple[Tensor, distributed.Wait]:
         """This window's numbers on their way over the ranks, and what waits for them."""

@@ -63,6 +63,7 @@ class Window:
         self._scaler: torch.amp.GradScaler | None = None
         self._complete = False
         self._departed = False
+        self._by_samples = self._by_weight = False
         self._stop, tap._stop_later = tap._stop_later, False
 
     def __enter__(self) -> Self:
@@ -104,7 +105,8 @@ class Window:
             mean_loss: scalar mean loss of the micro-batch.
             samples: independent units in it; 0 for a filler.
             weight: what the mean was taken over: samples by default, tokens for a mean over tokens; 0 for a filler. A
-                tensor on the device stays there.
+                tensor on the device stays there. Give it in all micro-batches on all ranks, or in none: with none, no
+                rank waits for the others' weights.
             scaler: gradient scaler for fp16; hand the same one to ``finish``.
 
         Raises:
@@ -117,6 +119,8 @@ class Window:
             raise ValueError(f"mean_loss must be one number, got a tensor of shape {tuple(mean_loss.shape)}")
         self._inside = False
         scaler = _enabled(scaler)
+        self._by_samples |= weight is None and samples > 0
+        self._by_weight |= weight is not None and samples > 0
         weight = checked(samples, weight)
         loss = mean_loss.float() if mean_loss.dtype in HALF else mean_loss
         self._remember(scaler, samples, weight)
@@ -157,28 +161,30 @@ class Window:
             ``outcome.step`` skips.
 
         Raises:
-            ValueError: before the window is complete, twice, and for parameters that the tap does not know.
+            ValueError: before the window is complete, twice, for parameters that the tap does not know, and when no
+                parameter has a gradient.
         """
         scaler = _enabled(scaler)
         optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
         self._require_finishable(optimizers, scaler)
         if stop:
             self.request_stop()
-        layout, reduction = self._tap.layout, self._tap.source.reduction
+        layout = self._tap.layout
+        reduction = self._tap.source.reduction
         numbers, arrive = self._tap._send(self._stop)
         norm = gradient_norm(layout.alike, layout.device)
-        arrive()
-        factor = self._unit * reduction / numbers[WEIGHT]
-        mean_norm = norm * factor
-        parts = [numbers, mean_norm.reshape(1)]
-        if scaler is not None:
-            scale = scale_of(scaler, layout.device)
-            mean_norm = mean_norm / scale
-            parts = [numbers, mean_norm.reshape(1), scale.reshape(1)]
+        if assumed := self._by_samples and not self._by_weight:
+            factor = torch.full_like(norm, self._unit * reduction / self.plan.global_batch)
+        else:
+            arrive()
+            factor = self._unit * reduction / numbers[WEIGHT]
+        scales = [] if scaler is None else [scale_of(scaler, layout.device)]
+        mean_norm = norm * factor / scales[0] if scales else norm * factor
         skip = ~torch.isfinite(mean_norm)
         self._multiply(factor if max_norm is None else factor * _clip(mean_norm, max_norm), skip)
+        planned = (self.plan.step, self.plan.global_batch)
         self.measurement = Pending(
-            torch.cat(parts), share=self._unit, over_weight=True, planned=(self.plan.step, self.plan.global_batch)
+            numbers, arrive, [mean_norm, *scales], share=self._unit, over_weight=True, planned=planned, assumed=assumed
         )
         self._tap._open(summing=False)
         return Outcome(optimizers, self.measurement, skip, scaler)

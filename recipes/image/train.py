@@ -35,6 +35,9 @@ class DigitsConfig:
     shift: int = within("[0, 28)", 0)  # largest random shift of training images in pixels
 
 
+SCHEMAS = {"model": {"convnet": ConvNetConfig}, "data": {"digits": DigitsConfig}}
+
+
 def make_task(config: DictConfig) -> Task:
     train, held_out = data.load(config.data.name, shift=config.data.shift)
     model = models.ConvNet(width=config.model.width, hidden=config.model.hidden, dropout=config.model.dropout)
@@ -46,5 +49,4 @@ def run(config: DictConfig, arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    schemas = {"model": {"convnet": ConvNetConfig}, "data": {"digits": DigitsConfig}}
-    sys.exit(program(run, config="image", schemas=schemas))
+    sys.exit(program(run, config="image", schemas=SCHEMAS))

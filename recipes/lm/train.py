@@ -40,6 +40,9 @@ class TextConfig:
     held_out: float = within("(0, 1)", 0.05)  # share of the documents kept for evaluation
 
 
+SCHEMAS = {"model": {"gpt": GptConfig}, "data": {"text": TextConfig}}
+
+
 def make_task(config: DictConfig) -> Task:
     corpus = data.load(
         config.data.path,
@@ -64,5 +67,4 @@ def run(config: DictConfig, arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    schemas = {"model": {"gpt": GptConfig}, "data": {"text": TextConfig}}
-    sys.exit(program(run, config="lm", schemas=schemas))
+    sys.exit(program(run, config="lm", schemas=SCHEMAS))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import os
@@ -85,6 +86,16 @@ def cached(name: str, key: Any, compute: Callable[[], Any]) -> Any:
     aside.write_text(json.dumps(value))
     aside.replace(path)
     return value
+
+
+def essence(source: str) -> str:
+    """What Python code does, without its comments, docstrings and layout: for the keys of :func:`cached`."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        if documented and ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    return ast.dump(tree)
 
 
 def _processor() -> str:

@@ -35,7 +35,7 @@ from omegaconf import DictConfig  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 from adabatch.checkpoint import Checkpoints  # noqa: E402
-from adabatch.config import Task, build, launch, program  # noqa: E402
+from adabatch.config import Task, launch, launching, program  # noqa: E402
 from adabatch.controller import Controller  # noqa: E402
 from adabatch.loop import HeldOut, Trainer  # noqa: E402
 
@@ -97,6 +97,6 @@ if __name__ == "__main__":
     mark(Checkpoints, "save", "checkpoint")
     mark(Controller, "_follow_closed_loop", "decision")
     mark(Trainer, "record_decision", "decision")
-    mark(build, "write_report", "report")
+    mark(launching, "write_report", "report")
     schemas = {"model": {"gpt": recipe.GptConfig}, "data": {"text": recipe.TextConfig}}
     sys.exit(program(run, config="lm", schemas=schemas))

@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _common import Table, Target, cached, verdict, write_result
+from _common import Table, Target, cached, essence, verdict, write_result
 
 from adabatch import noise
 
@@ -153,9 +153,9 @@ def simulate(kind: str, first: int) -> dict[str, Any]:
 
 def piece(task: tuple[str, int]) -> dict[str, Any]:
     """One cached piece of the simulation."""
-    parts = (eigenvalues, products, shares, token_shares, squares, readings, moments, simulate)
-    source = Path(noise.__file__).read_text() + "".join(inspect.getsource(part) for part in parts)
-    return cached("accuracy", [*task, PIECE, SEED, source], partial(simulate, *task))
+    parts = (eigenvalues, products, shares, token_shares, token_noise, squares, readings, moments, simulate)
+    sources = [Path(noise.__file__).read_text(), *(inspect.getsource(part) for part in parts)]
+    return cached("accuracy", [*task, PIECE, SEED, *map(essence, sources)], partial(simulate, *task))
 
 
 @dataclass(frozen=True)

@@ -145,10 +145,10 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--cache", type=Path, default=ROOT / ".cache" / "main_job")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--samples", type=int, default=60_000)
+    parser.add_argument("--samples", type=int, default=40_000)
     parser.add_argument("--model", default="gpt_small")
-    parser.add_argument("--batches", type=int, nargs="+", default=[8, 16, 32, 64, 128])
-    parser.add_argument("--starts", type=int, nargs="+", default=[8, 16])
+    parser.add_argument("--batches", type=int, nargs="+", default=[16, 32, 64, 128])
+    parser.add_argument("--starts", type=int, nargs="*", default=[16])
     parser.add_argument("adaptive", nargs="*", help="overrides of the adaptive arms")
     options = parser.parse_args()
     if options.quick:

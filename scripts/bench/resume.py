@@ -19,109 +19,57 @@ left to notice by themselves, while the run is resumed already.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import itertools
 import json
-import os
 import random
 import shutil
-import signal
-import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
-from _common import ROOT, Table, Target, cached, verdict, write_result
+from _common import ROOT, Table, Target, cached, essence, verdict, write_result
+from _killed_runs import (
+    ORDER_SEED,
+    PATIENCE,
+    PROGRAM,
+    SAMPLES,
+    SETTINGS,
+    Aim,
+    Attempt,
+    History,
+    Pace,
+    Spec,
+    carry_out,
+    command,
+    launched,
+)
 
 from adabatch.checkpoint import Checkpoints, tensors
 from adabatch.data import SampleOrder
 from adabatch.data.fetch import sample_seed
 from adabatch.runlog import read_metrics
 
-PROGRAM = ROOT / "scripts" / "bench" / "_resume_task.py"
-SAMPLES, DATA_SIZE, ORDER_SEED = 2411, 701, 5
-SETTINGS = f"""
-    model=gpt_tiny model.dropout=0.1 order_seed={ORDER_SEED} data=text data.pattern=*.py data.sequence_length=32
-    stop.samples={SAMPLES} limits.start_batch=24 limits.micro_batch=4 limits.max_batch=96 lr_schedule.warmup=0
-    policy.target_efficiency=0.2 damping=off damping.growth=1.5 noise.decide_every=4
-    logger=quiet logger.every=4 evaluation.every=300 evaluation.samples=24 checkpoint.every=250
-""".split()
+DATA_SIZE = 701  # of the program's training set
 # How often a kill is aimed at each phase in the full mode; "anywhere" is drawn over all samples that are left.
 AIMS = {"anywhere": 18, "checkpoint": 6, "decision": 5, "evaluation": 5, "start-up": 4, "report": 2}
 # Longest delay from the moment that was aimed at to the kill, in seconds: about as long as each phase takes.
 DELAYS = {"anywhere": 0.03, "checkpoint": 0.06, "decision": 0.004, "evaluation": 0.03, "start-up": 0.0, "report": 1.5}
 PHASES = ("start-up", "steps", "decision", "evaluation", "checkpoint", "report")
 TIMED = ("time", "seconds", "samples_per_second")  # what no two runs have in common
-REFUSALS = ("there is nothing to go on from", "is no run folder")
-PATIENCE = 300.0
-
-
-@dataclass(frozen=True)
-class Aim:
-    """When to kill: ``delay`` seconds after ``share`` of what is left of ``phase`` has begun."""
-
-    phase: str
-    share: float
-    delay: float
-
-
-@dataclass(frozen=True)
-class Spec:
-    """One run: ranks and data workers of its attempts, in turn, and when to kill them."""
-
-    number: int
-    ranks: tuple[int, ...]
-    workers: tuple[int, ...]
-    aims: tuple[Aim, ...]
-
-
-@dataclass
-class Attempt:
-    """One launch: the samples consumed before it, where it noted its own, what it printed and how it ended."""
-
-    trace: Path
-    ranks: int
-    start: int = 0
-    began: float = 0.0
-    output: str = ""
-    status: int | None = None
-    killed_in: str | None = None
-
-    def notes(self, rank: int) -> list[str]:
-        """The complete lines that a rank has noted so far."""
-        try:
-            return Path(f"{self.trace}-{rank}").read_text().split("\n")[:-1]
-        except FileNotFoundError:
-            return []
-
-
-@dataclass
-class History:
-    """The attempts in a run folder, what was killed on the way, and how often the run was started anew."""
-
-    folder: Path
-    attempts: list[Attempt] = field(default_factory=list)
-    kills: list[str] = field(default_factory=list)
-    anew: int = 0
-    clear: bool = True
 
 
 @dataclass(frozen=True)
 class Reference:
-    """A run without a kill: what it left, how often it entered each phase, and the seconds before its first phase."""
+    """A run without a kill: what it left, and its pace."""
 
     facts: dict[str, Any]
-    phases: Counter[str]
-    startup: float
+    pace: Pace
 
 
 class References:
@@ -139,142 +87,12 @@ class References:
 
     def _make(self, ranks: int) -> Reference:
         run, attempt = self.folder / f"reference{ranks}", Attempt(self.folder / f"reference-trace{ranks}", ranks)
-        attempt.began = time.time()
         with launched(attempt, command(ranks, run, resume=False, workers=0)) as process:
             process.wait(PATIENCE)
         if attempt.status != 0 or not exactly_once(History(run, [attempt])):
             raise RuntimeError(f"the uninterrupted run on {ranks} ranks failed:\n{attempt.output[-4000:]}")
         phases = Counter(line[6:] for line in attempt.notes(0) if line.startswith("phase "))
-        return Reference(facts(run), phases, read_metrics(run).evaluations[0]["time"] - attempt.began)
-
-
-# -- starting and killing
-
-
-def command(ranks: int, folder: Path, *, resume: bool, workers: int) -> list[str]:
-    launcher = [sys.executable]
-    if ranks > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    library = Path(sysconfig.get_path("stdlib"), "email")
-    settings = [f"resume={folder}"] if resume else [f"run_folder={folder}", f"data.path={library}", *SETTINGS]
-    return [*launcher, str(PROGRAM), f"workers={workers}", *settings]
-
-
-@contextlib.contextmanager
-def launched(attempt: Attempt, arguments: list[str]) -> Iterator[subprocess.Popen[bytes]]:
-    """The attempt's process; at the end it is gone, and its output and exit status are noted."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "RESUME_TRACE": str(attempt.trace)}
-    log = attempt.trace.with_suffix(".log")
-    with log.open("wb") as output:
-        process = subprocess.Popen(arguments, stdout=output, stderr=subprocess.STDOUT, env=environment)
-        try:
-            yield process
-        finally:
-            if process.poll() is None:
-                kill(process)
-    attempt.output, attempt.status = log.read_text(errors="replace"), process.returncode
-
-
-def launch(attempt: Attempt, arguments: list[str], aim: Aim | None, reference: Reference) -> None:
-    """Run one attempt to its end, or kill it where ``aim`` says."""
-    with launched(attempt, arguments) as process:
-        if aim is None:
-            process.wait(PATIENCE)
-        elif await_moment(aim, attempt, process, reference):
-            kill(process)
-            last = [line for line in attempt.notes(0) if line.startswith("phase ")][-1:]
-            attempt.killed_in = last[0][6:] if last else "start-up"
-    refused = any(words in attempt.output for words in REFUSALS)
-    if attempt.status and not attempt.killed_in and not refused:
-        raise RuntimeError(f"{' '.join(arguments)} ended with {attempt.status}:\n{attempt.output[-6000:]}")
-
-
-def await_moment(aim: Aim, attempt: Attempt, process: subprocess.Popen[bytes], reference: Reference) -> bool:
-    """Wait for the moment to kill; False when the attempt ended before."""
-    began = time.monotonic()
-    while not is_reached(aim, attempt, reference, time.monotonic() - began):
-        if process.poll() is not None or time.monotonic() - began > PATIENCE:
-            return False
-        time.sleep(0.002)
-    time.sleep(aim.delay)
-    return process.poll() is None
-
-
-def is_reached(aim: Aim, attempt: Attempt, reference: Reference, seconds: float) -> bool:
-    """Whether rank 0 has come as far as the aim says."""
-    if aim.phase == "start-up":
-        return seconds >= aim.share * reference.startup
-    notes = attempt.notes(0)
-    if aim.phase == "anywhere":
-        done = sum(line.count(":") for line in notes if line.startswith("samples "))
-        return done * attempt.ranks >= aim.share * (SAMPLES - attempt.start)
-    expected = reference.phases[aim.phase] * (1 - attempt.start / SAMPLES)
-    return notes.count(f"phase {aim.phase}") >= max(1, round(aim.share * expected))
-
-
-def kill(process: subprocess.Popen[bytes]) -> None:
-    """SIGKILL for a launcher and its ranks, but not for data workers. Stopped first, a launcher starts no more ranks."""
-    process.send_signal(signal.SIGSTOP)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    ranks = [int(pid) for pid in children if is_rank(int(pid))]
-    process.kill()
-    for pid in ranks:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    process.wait()
-    while any(map(is_alive, ranks)):
-        time.sleep(0.001)
-
-
-def is_rank(pid: int) -> bool:
-    """Whether a child was started by torchrun as a rank."""
-    try:
-        return b"\0LOCAL_RANK=" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process still runs; one that nobody has waited for yet does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def carry_out(spec: Spec, folder: Path, references: References) -> History:
-    """Start, kill and resume until the run is done; without a checkpoint to go on from it is started anew."""
-    history, aims = History(folder / "run0"), list(spec.aims)
-    for number, ranks, workers in zip(itertools.count(), itertools.cycle(spec.ranks), itertools.cycle(spec.workers)):
-        start = resume_point(history.folder)
-        resume = bool(history.attempts)
-        attempt = Attempt(folder / f"trace{number}", ranks, start or 0)
-        aim = aims.pop(0) if aims and (start is not None or not resume) else None
-        arguments = command(ranks, history.folder, resume=resume, workers=workers)
-        launch(attempt, arguments, aim, references.of(2))
-        history.attempts.append(attempt)
-        if attempt.killed_in:
-            history.kills.append(attempt.killed_in)
-        elif attempt.status == 0:
-            return history
-        else:
-            clear = history.clear and start is None
-            history = History(folder / f"run{number + 1}", [], history.kills, history.anew + 1, clear)
-    raise AssertionError("unreachable")
-
-
-def resume_point(folder: Path) -> int | None:
-    """Samples consumed at the checkpoint to go on from, read from the files themselves; ``None`` without one."""
-    checkpoints = folder / "checkpoints"
-    names = sorted(path.name for path in checkpoints.glob("step-*"))
-    with contextlib.suppress(FileNotFoundError):
-        names.append((checkpoints / "latest").read_text().strip())
-    if not names:
-        return None
-    # One whose successor of the same step was just to take its place waits beside it.
-    found = [checkpoints / names[-1], *checkpoints.glob(f".{names[-1]}.replaced-*")]
-    manifest = next(path / "manifest.json" for path in found if path.exists())
-    return json.loads(manifest.read_text())["samples"]
+        return Reference(facts(run), Pace(phases, read_metrics(run).evaluations[0]["time"] - attempt.began))
 
 
 # -- comparing
@@ -339,7 +157,7 @@ def digests(path: Path) -> dict[str, str]:
 def examine(spec: Spec, folder: Path, references: References) -> dict[str, Any]:
     """Carry out one run and compare it with the uninterrupted one; JSON data."""
     began = time.monotonic()
-    history = carry_out(spec, folder / f"run{spec.number}", references)
+    history = carry_out(spec, folder / f"run{spec.number}", references.of(2).pace)
     different: list[str] = []
     if len(set(spec.ranks)) == 1:
         ours, theirs = facts(history.folder), references.of(spec.ranks[0]).facts
@@ -376,25 +194,34 @@ def all_specs(seed: int, quick: bool) -> list[Spec]:
     per_run = len(phases) // len(layouts)
     aims = [Aim(phase, generator.uniform(0.02, 0.98), generator.uniform(0, DELAYS[phase])) for phase in phases]
     return [
-        Spec(number, ranks, (0, 2) if number % 2 else (2, 0), tuple(aims[number * per_run : (number + 1) * per_run]))
+        Spec(
+            number,
+            ranks,
+            workers=(0, 2) if number % 2 else (2, 0),
+            aims=tuple(aims[number * per_run : (number + 1) * per_run]),
+            spare=Aim("anywhere", generator.uniform(0.2, 0.98), generator.uniform(0, DELAYS["anywhere"])),
+        )
         for number, ranks in enumerate(layouts)
     ]
 
 
 def source_digest() -> str:
     """Of all code that a run goes through, so that results of other code are not taken from the cache."""
-    files = [*sorted((ROOT / "adabatch").rglob("*.py")), *sorted((ROOT / "recipes" / "lm").glob("*.py")), PROGRAM, __file__]
-    return sha256(b"".join(Path(file).read_bytes() for file in files)).hexdigest()
+    folders = (ROOT / "adabatch", ROOT / "recipes" / "lm")
+    files = [*(file for folder in folders for file in sorted(folder.rglob("*.py"))), PROGRAM]
+    return sha256("".join(essence(file.read_text()) for file in files).encode()).hexdigest()
 
 
 def tabulate(specs: list[Spec], rows: list[dict[str, Any]]) -> Table:
     table = Table(["run", "ranks", "killed in", "went on from", "batches", "positions once", "bit-equal"])
     for spec, row in zip(specs, rows, strict=True):
-        equal = "-" if len(set(spec.ranks)) > 1 else f"NO: {', '.join(row['different'])}" if row["different"] else "yes"
+        equal = f"NO: {', '.join(row['different'])}" if row["different"] else "yes"
+        equal = "-" if len(set(spec.ranks)) > 1 else equal
         anew = f" (anew: {row['anew']})" if row["anew"] else ""
         batches = f"{min(row['batches'])} to {max(row['batches'])}, {len(row['batches'])} segments"
         ranks, starts = (", ".join(map(str, row[key])) for key in ("ranks", "starts"))
-        table.add(spec.number, ranks, ", ".join(row["kills"]) + anew, starts, batches, "yes" if row["once"] else "NO", equal)
+        once = "yes" if row["once"] else "NO"
+        table.add(spec.number, ranks, ", ".join(row["kills"]) + anew, starts, batches, once, equal)
     return table
 
 
@@ -402,11 +229,11 @@ def judge(specs: list[Spec], rows: list[dict[str, Any]], quick: bool) -> list[Ta
     same = [row for spec, row in zip(specs, rows) if len(set(spec.ranks)) == 1]
     equal, once = sum(not row["different"] for row in same), sum(row["once"] for row in rows)
     kills = Counter(kill for row in rows for kill in row["kills"])
-    killed, clear = sum(bool(row["kills"]) for row in rows), sum(row["clear"] for row in rows)
+    resumed, clear = sum(len(row["starts"]) > 1 for row in rows), sum(row["clear"] for row in rows)
     targets = [
         Target("bit-equal on the same ranks", f"{equal} of {len(same)}", "all", equal == len(same)),
         Target(f"positions [0, {SAMPLES}) once each", f"{once} of {len(rows)}", "all", once == len(rows)),
-        Target("runs killed", f"{killed} of {len(rows)}", "all", killed == len(rows)),
+        Target("runs killed and resumed", f"{resumed} of {len(rows)}", "all", resumed == len(rows)),
         Target("refused only without a checkpoint", f"{clear} of {len(rows)}", "all", clear == len(rows)),
     ]
     if quick:
@@ -434,11 +261,12 @@ def main() -> int:
     kills = Counter(kill for row in rows for kill in row["kills"])
     early = sum(row["anew"] for row in rows)
     targets = judge(specs, rows, options.quick)
+    hits = ", ".join(f"{kills[phase]} in {phase}" for phase in PHASES)
+    minutes = sum(row["seconds"] for row in rows) / 60
     body = (
-        f"Seed {options.seed}. {kills.total()} kills in {len(rows)} runs of {SAMPLES:,} samples ({DATA_SIZE} in the data "
-        f"set): " + ", ".join(f"{kills[phase]} in {phase}" for phase in PHASES) + f". {early} hit before the first "
-        f"checkpoint; such a run cannot be resumed, says so, and was started anew. Total cost: "
-        f"{sum(row['seconds'] for row in rows) / 60:.1f} minutes.\n\n{tabulate(specs, rows)}\n\n{verdict(targets)}"
+        f"Seed {options.seed}. {kills.total()} kills in {len(rows)} runs of {SAMPLES:,} samples ({DATA_SIZE} in the "
+        f"data set): {hits}. {early} hit before the first checkpoint; such a run cannot be resumed, says so, and was "
+        f"started anew. Total cost: {minutes:.1f} minutes.\n\n{tabulate(specs, rows)}\n\n{verdict(targets)}"
     )
     if not options.quick:
         write_result("resume", "Runs killed and resumed", body, " ".join(["python", *sys.argv]))

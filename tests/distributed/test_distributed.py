@@ -30,12 +30,17 @@ def test_one_process_agrees_with_itself_without_a_group() -> None:
     distributed.barrier()
 
 
-def _agree_on_long_and_short() -> list[int]:
-    return [len(distributed.agree("x" * length)) for length in (0, 1, 100_000)]
+# Around the longest text that needs one broadcast only (two quotes are part of it), and far beyond.
+LENGTHS = (0, 1, 4085, 4086, 4087, 100_000)
+
+
+def _agree_on_long_and_short() -> list[bool]:
+    texts = ["".join(chr(97 + place % 26) for place in range(length)) for length in LENGTHS]
+    return [distributed.agree(text if distributed.rank() == 0 else None) == text for text in texts]
 
 
 def test_length_does_not_matter() -> None:
-    assert ranks.run(_agree_on_long_and_short, 2) == [[0, 1, 100_000]] * 2
+    assert ranks.run(_agree_on_long_and_short, 2) == [[True] * len(LENGTHS)] * 2
 
 
 def _say_a_tensor() -> str:

@@ -540,3 +540,25 @@ def _single() -> str:
 
 def test_ddp_on_one_rank_uses_hooks() -> None:
     assert ranks.run(_single, 1) == ["hooks"]
+
+
+def _weights_of_some(kind: str) -> str:
+    """Rank 1 gives token weights, rank 0 leaves them out."""
+    model = _one_module()
+    tap = gradients.attach(model, kind=kind)
+    weight = 40.0 if distributed.rank() == 1 else None
+    with gradients.accumulate(tap, cases.plan([[2], [2]])) as window, window.micro_batch():
+        window.backward(cases.mean_loss(model, cases.pieces([2], tokens=False)[0]), samples=2, weight=weight)
+    outcome = window.finish(torch.optim.SGD(model.parameters(), lr=0.1))
+    try:
+        outcome.measurement.read()
+    except ValueError as error:
+        return str(error)
+    return "went on" if weight is None else "waited"
+
+
+@pytest.mark.parametrize("kind", ["hooks", "ddp"])
+def test_weights_on_some_ranks_only_are_an_error(kind: str) -> None:
+    first, second = ranks.run(_weights_of_some, 2, kind)
+    assert "weight 42.0 in 4 samples: some of its micro-batches were given a weight" in first
+    assert second == "waited"

@@ -12,7 +12,10 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp
 
 from adabatch import optimizers
-from adabatch.plan import BatchPlan, Scales
+from adabatch.controller import Controller
+from adabatch.ledger import Ledger, Segment
+from adabatch.plan import BatchLimits, BatchPlan, Scales
+from adabatch.policies import Replay
 
 ADAMS: dict[str, dict[str, object]] = {
     "plain": {"foreach": False},
@@ -425,3 +428,25 @@ def test_a_group_added_later_starts_from_its_own_rate() -> None:
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))], "lr": 0.5})
     optimizers.apply(plan(4), optimizer)
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([2e-3, 1.0])
+
+
+# -- torch's own schedulers
+
+
+def test_a_torch_scheduler_ticks_once_per_reference_batch_of_samples() -> None:
+    schedule = optimizers.TorchSchedule(lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5), reference_batch=16)
+    later = schedule.value(47.9)
+    assert [schedule.value(position) for position in (0, 15.9, 16, 32)] == [1.0, 1.0, 0.5, 0.25]
+    assert later == 0.25
+    for sizes in ([16] * 6, [32] * 3, [96]):
+        controller = Controller(
+            Replay(Ledger([Segment(0, sizes[0], len(sizes))])), limits=BatchLimits(), schedule=schedule
+        )
+        while controller.progress.samples < 96 - sizes[-1]:
+            controller.commit(controller.plan())
+        assert controller.plan().schedule == 0.5 ** ((96 - sizes[-1] / 2) // 16)
+
+
+def test_a_scheduler_that_follows_a_metric_is_refused() -> None:
+    with pytest.raises(ValueError, match="follows a metric"):
+        optimizers.TorchSchedule(torch.optim.lr_scheduler.ReduceLROnPlateau, reference_batch=16)
