@@ -2,8 +2,7 @@
 
 Values are always computed from the configured ones (``base x schedule x scale``) and never multiplied in place. The
 configured values and what was applied last are kept as plain numbers in the parameter groups, under ``adabatch_*``, so
-they travel with the optimizer's state dict. When the batch changes, Adam's state is carried over (DESIGN of this module:
-the update right after the switch is the one that the new batch would have had all along):
+they travel with the optimizer's state dict. When the batch changes, Adam's state is carried over:
 
 - step counter t -> t / (new exponent of beta2 / old one), so that beta2 ** t, the bias correction, is unchanged; the
   first moment is multiplied by the change of its own correction 1 - beta1 ** t, so that m_hat is unchanged, too;
@@ -232,8 +231,8 @@ def _observed(optimizer: torch.optim.Optimizer, scales: Scales) -> str:
     """The treatment of an optimizer that we do not know: only the schedule acts on its learning rate."""
     if _moves(scales):
         raise ValueError(
-            f"how {type(optimizer).__name__} should follow the batch is not known, but the plan's scales are {scales}; use "
-            f"scaling=none, or say what it is like with apply(..., assume=...): one of {', '.join(KINDS)}"
+            f"how {type(optimizer).__name__} should follow the batch is not known, but the plan's scales are {scales}; "
+            f"use scaling=none, or say what it is like with apply(..., assume=...): one of {', '.join(KINDS)}"
         )
     return "observed"
 
@@ -253,8 +252,8 @@ def _require_untouched(optimizer: torch.optim.Optimizer) -> None:
         last, now = group[_LR], _number(group["lr"])
         if last != now and not (math.isnan(last) or math.isnan(now)):
             raise ValueError(
-                f"the learning rate of {type(optimizer).__name__}'s parameter group {index} is {now}, but {last} was set "
-                f"last: something else sets it too. {_REMEDY}, or make it the configured one with "
+                f"the learning rate of {type(optimizer).__name__}'s parameter group {index} is {now}, but {last} was "
+                f"set last: something else sets it too. {_REMEDY}, or make it the configured one with "
                 f"adabatch.optimizers.rebase(optimizer)"
             )
 

@@ -9,12 +9,21 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from adabatch import gradients
 from adabatch.noise import Measurement
 from adabatch.plan import BatchPlan
+
+# Micro-batches of each rank.
+LAYOUTS = {
+    "one each": [[3], [5]],
+    "several": [[3, 1, 4], [2, 2, 5]],
+    "three ranks": [[2, 3], [1, 4], [5, 1]],
+}
 
 
 @dataclass(frozen=True)
@@ -73,6 +82,23 @@ def pieces(sizes: Sequence[int], *, tokens: bool, seed: int = 1, dtype: torch.dt
         weights = torch.randint(1, 41, (size,), generator=generator) if tokens else torch.ones(size, dtype=torch.int64)
         made.append(Piece(inputs, weights, size, float(weights.sum())))
     return made
+
+
+def pieces_of(sizes: list[list[int]], *, tokens: bool, dtype: torch.dtype) -> list[list[Piece]]:
+    """Each rank's micro-batches."""
+    return [pieces(mine, tokens=tokens, seed=10 + rank, dtype=dtype) for rank, mine in enumerate(sizes)]
+
+
+def one_window(
+    tap: gradients.Tap, model: nn.Module, mine: list[Piece], sizes: list[list[int]], **finish: Any
+) -> gradients.Outcome:
+    """This rank's window, finished and not stepped."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gradients.accumulate(tap, plan(sizes)) as window:
+        for piece in mine:
+            with window.micro_batch():
+                window.backward(mean_loss(model, piece), samples=piece.samples, weight=piece.weight)
+    return window.finish(optimizer, **finish)
 
 
 def mean_loss(model: nn.Module, piece: Piece) -> Tensor:

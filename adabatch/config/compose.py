@@ -84,12 +84,7 @@ def compose_partly(config: str, overrides: Sequence[str]) -> DictConfig:
         try:
             return hydra.compose(config_name=config, overrides=list(overrides))
         except FAILURES as error:
-            groups = [override for override in overrides if is_group(parse(override).key_or_group)]
-            try:
-                unknown = list(_unknown(hydra.compose(config_name=config, overrides=groups), overrides))
-            except FAILURES:
-                unknown = []
-            raise ConfigError("\n".join(unknown) or _readable(error)) from None
+            raise ConfigError("\n".join(_unknown(config, overrides)) or _readable(error)) from None
 
 
 def require_complete(config: DictConfig) -> None:
@@ -164,12 +159,16 @@ def _require_plain(override: str) -> None:
             raise ConfigError(f"there is no {key}={value}.{_hint(str(value), valid)} Valid options: {', '.join(valid)}")
 
 
-def _unknown(config: DictConfig, overrides: Sequence[str]) -> Iterator[str]:
+def _unknown(config: str, overrides: Sequence[str]) -> list[str]:
     """A sentence for each override of a key that does not exist, with those that do and the nearest one."""
-    for override in overrides:
-        key = parse(override).key_or_group
-        if not is_group(key) and not key.startswith("hydra") and (sentence := _unknown_part(config, key)):
-            yield sentence
+    keys = {override: parse(override).key_or_group for override in overrides}
+    try:
+        groups = [override for override, key in keys.items() if is_group(key)]
+        without = hydra.compose(config_name=config, overrides=groups)
+    except FAILURES:
+        return []
+    values = [key for key in keys.values() if not is_group(key) and not key.startswith("hydra")]
+    return [sentence for key in values if (sentence := _unknown_part(without, key))]
 
 
 def _unknown_part(config: DictConfig, key: str) -> str | None:

@@ -102,6 +102,8 @@ class BucketSource:
         _require_ranks(layout, inner)
         self._layout = layout
         self._summing = False
+        for module in layout.parallel:
+            _require_free(module)
         self._exchanges = [_exchange(module, layout, inner) for module in layout.parallel]
 
     @property
@@ -117,6 +119,8 @@ class BucketSource:
     def measure(self, on: bool) -> None:
         """Take norms from now on, or not."""
         for exchange in self._exchanges:
+            if on and not exchange.measuring:
+                exchange.forget()
             exchange.measuring = on
 
     def open(self, summing: bool = False) -> None:
@@ -127,7 +131,7 @@ class BucketSource:
             exchange.forget()
 
     def close_micro_batch(self, weight: float | Tensor, last: bool | None = None) -> None:
-        """Check that gradients were synchronised in the window's last micro-batch only, where it is known which is last.
+        """Check that gradients were not synchronised before the window's last micro-batch, if that one is known.
 
         Raises:
             ValueError: when they were synchronised before.
@@ -175,8 +179,8 @@ class BucketSource:
 def _require_ranks(layout: Layout, inner: tuple[Any, CommunicationHook] | None) -> None:
     if layout.world == 1:
         raise ValueError(
-            "kind='ddp' compares ranks, and there is one (or no DistributedDataParallel); use kind='hooks', which compares "
-            "micro-batches"
+            "kind='ddp' compares ranks, and there is one (or no DistributedDataParallel); use kind='hooks', which "
+            "compares micro-batches"
         )
     if any(other is not module for module in layout.parallel for other in _inside(module)):
         raise ValueError(
@@ -184,7 +188,9 @@ def _require_ranks(layout: Layout, inner: tuple[Any, CommunicationHook] | None) 
             "use kind='hooks', or wrap once"
         )
     if inner is not None and len(layout.parallel) > 1:
-        raise ValueError(f"comm_hook is one hook, but the model holds {len(layout.parallel)} DistributedDataParallel modules")
+        raise ValueError(
+            f"comm_hook is one hook, but the model holds {len(layout.parallel)} DistributedDataParallel modules"
+        )
 
 
 def _inside(module: DistributedDataParallel) -> Iterator[DistributedDataParallel]:
@@ -200,8 +206,8 @@ def _require_one_synchronisation(exchange: _Exchange) -> None:
         )
     if exchange.seen != exchange.elements:
         raise ValueError(
-            f"DDP synchronised {exchange.seen} gradient elements, but {exchange.elements} are trainable: parameters were "
-            f"unfrozen or added after wrapping; wrap the model in DistributedDataParallel anew"
+            f"DDP synchronised {exchange.seen} gradient elements, but {exchange.elements} are trainable: parameters "
+            f"were unfrozen or added after wrapping; wrap the model in DistributedDataParallel anew"
         )
 
 
@@ -209,22 +215,27 @@ def _exchange(
     module: DistributedDataParallel, layout: Layout, inner: tuple[Any, CommunicationHook] | None
 ) -> _Exchange:
     """The module's exchange: the one that a former tap left behind, or a newly registered one."""
-    left_behind = [state for hook, state in module._comm_hooks if hook is communicate]
-    if left_behind and left_behind[0].attached:
-        raise ValueError("another tap is attached to this DistributedDataParallel module; call its detach() first")
-    if not left_behind:
-        _refuse_foreign_hook(module)
     elements = sum(_reals(parameter) for parameter in module.parameters() if parameter.requires_grad)
-    exchange = left_behind[0] if left_behind else _Exchange(module.process_group, layout.world, elements)
+    left_behind = _left_behind(module)
+    exchange = left_behind or _Exchange(module.process_group, layout.world, elements)
     exchange.inner, exchange.elements, exchange.attached = inner, elements, True
     if not left_behind:
         module.register_comm_hook(exchange, communicate)
     return exchange
 
 
-def _refuse_foreign_hook(module: DistributedDataParallel) -> None:
+def _left_behind(module: DistributedDataParallel) -> _Exchange | None:
+    # DDP has no public way to ask for its hooks.
+    return next((state for hook, state in module._comm_hooks if hook is communicate), None)
+
+
+def _require_free(module: DistributedDataParallel) -> None:
+    """The module's one place for a communication hook must be empty, or ours and not in use."""
+    left_behind = _left_behind(module)
+    if left_behind and left_behind.attached:
+        raise ValueError("another tap is attached to this DistributedDataParallel module; call its detach() first")
     name = module._get_ddp_logging_data().get("comm_hook")
-    if module._comm_hooks or name:
+    if not left_behind and (module._comm_hooks or name):
         raise ValueError(
             f"this DistributedDataParallel module has the communication hook {name!r} already, and DDP takes only one; "
             f"do not register it, hand it over as attach(model, comm_hook=(state, hook)), or use kind='hooks'"

@@ -76,8 +76,8 @@ class HookSource:
         if self._repeated is not None:
             name = self._layout.names[self._repeated]
             raise ValueError(
-                f"the gradient of parameter {name!r} arrived twice in one micro-batch: call note() after each backward, "
-                f"add the losses up for one backward, and use use_reentrant=False in activation checkpointing"
+                f"the gradient of parameter {name!r} arrived twice in one micro-batch: call note() after each "
+                f"backward, add the losses up for one backward, and use use_reentrant=False in activation checkpointing"
             )
         if not any(self._seen) and not _is_zero(weight):
             raise ValueError(

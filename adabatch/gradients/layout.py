@@ -85,7 +85,9 @@ def survey(model: nn.Module) -> Layout:
     named = list(model.named_parameters())
     trainable = [(name, parameter) for name, parameter in named if parameter.requires_grad]
     if not trainable:
-        raise ValueError(f"{type(model).__name__} has no trainable parameter: {len(named)} are frozen; nothing to measure")
+        raise ValueError(
+            f"{type(model).__name__} has no trainable parameter: {len(named)} are frozen; there is nothing to measure"
+        )
     _refuse_parameters(trainable)
     parallel = tuple(module for module in model.modules() if isinstance(module, DistributedDataParallel))
     _require_synchronised(model, parallel, trainable)
@@ -116,7 +118,8 @@ def require_covered(layout: Layout, optimizers: Iterable[torch.optim.Optimizer])
                 if parameter.requires_grad and id(parameter) not in layout.known:
                     raise ValueError(
                         f"parameter group {index} of {type(optimizer).__name__} holds a parameter of shape "
-                        f"{tuple(parameter.shape)} that was added, replaced or unfrozen after attach(); {_afresh(layout)}"
+                        f"{tuple(parameter.shape)} that was added, replaced or unfrozen after attach(); "
+                        f"{_afresh(layout)}"
                     )
 
 
@@ -146,8 +149,10 @@ def _refuse_wrappers(model: nn.Module) -> None:
         if "OptimizedModule" in ancestors or isinstance(module, DistributedDataParallel):
             continue
         if callable(getattr(module, "no_sync", None)):
-            raise ValueError(f"{where} looks like a wrapper for data parallelism that adabatch does not know: it has "
-                             f"no_sync(). Supported: {SUPPORTED}")
+            raise ValueError(
+                f"{where} looks like a wrapper for data parallelism that adabatch does not know: it has no_sync(). "
+                f"Supported: {SUPPORTED}"
+            )
         if getattr(module, "sparse", False) is True and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             raise ValueError(f"{where} makes sparse gradients, which are not supported; set sparse=False")
 
@@ -155,12 +160,16 @@ def _refuse_wrappers(model: nn.Module) -> None:
 def _refuse_parameters(trainable: Sequence[tuple[str, nn.Parameter]]) -> None:
     devices = {parameter.device for _, parameter in trainable}
     if len(devices) > 1:
-        raise ValueError(f"the parameters are on several devices ({', '.join(sorted(map(str, devices)))}); "
-                         f"model parallelism is not supported. Supported: {SUPPORTED}")
+        raise ValueError(
+            f"the parameters are on several devices ({', '.join(sorted(map(str, devices)))}); model parallelism is not "
+            f"supported. Supported: {SUPPORTED}"
+        )
     for name, parameter in trainable:
         if any(kind.__name__ == "DTensor" for kind in type(parameter).__mro__):
-            raise ValueError(f"parameter {name!r} is a DTensor (FSDP2 or tensor parallelism), which is not supported. "
-                             f"Supported: {SUPPORTED}")
+            raise ValueError(
+                f"parameter {name!r} is a DTensor (FSDP2 or tensor parallelism), which is not supported. "
+                f"Supported: {SUPPORTED}"
+            )
         if torch.nn.parameter.is_lazy(parameter):
             raise ValueError(f"parameter {name!r} has no shape yet; run one forward pass before attach()")
 

@@ -25,7 +25,7 @@ def pieces(gradient: Tensor) -> Tensor:
         ValueError: for a sparse gradient.
     """
     if gradient.layout != torch.strided:
-        raise ValueError("a gradient is sparse, which is not supported; set sparse=False in the embedding that makes it")
+        raise ValueError("a gradient is sparse, which is not supported; set sparse=False in the embedding it is from")
     dtype = torch.float32 if gradient.dtype in HALF else None
     if gradient.numel() <= BULK_ELEMENTS:
         return torch.linalg.vector_norm(gradient, dtype=dtype)

@@ -96,12 +96,8 @@ def _summary_on_host(tally: Tally, by_rank: bool) -> Tensor:
 
 
 def _summary_on_device(tally: Tally, by_rank: bool) -> Tensor:
-    weights = torch.stack(
-        [
-            weight.double() if isinstance(weight, Tensor) else torch.full((), weight, dtype=torch.float64, device=tally.device)
-            for weight in tally.weights
-        ]
-    )
+    zero = torch.zeros((), dtype=torch.float64, device=tally.device)
+    weights = torch.stack([zero + weight for weight in tally.weights])
     weights = weights.sum().reshape(1) if by_rank else weights
     numbers = torch.zeros(7, dtype=torch.float64, device=tally.device)
     numbers[WEIGHT] = weights.sum()
@@ -119,7 +115,7 @@ def _sent(numbers: Sequence[float], device: torch.device) -> Tensor:
 
 
 class Pending:
-    """One window's measurement, still on the device and perhaps on its way: ``read`` waits for it, nothing else does."""
+    """One window's measurement, still on the device and on its way: ``read`` waits for it, nothing else does."""
 
     def __init__(
         self,
@@ -163,8 +159,8 @@ class Pending:
         A window of which nothing was measured, or a group of which was not finite, has 0 groups.
 
         Raises:
-            ValueError: when the window's samples, over all ranks, were not the plan's, or some micro-batches had weights
-                of their own and others not.
+            ValueError: when the window's samples, over all ranks, were not the plan's, or some micro-batches had
+                weights of their own and others not.
         """
         values = self.values()
         self._require_planned(round(values[SAMPLES]), values[WEIGHT])
@@ -188,13 +184,13 @@ class Pending:
         step, global_batch = self._planned or (0, samples)
         if samples != global_batch:
             raise ValueError(
-                f"the window of step {step} ran {samples} samples over all ranks, but its plan has {global_batch}; each "
-                f"rank takes micro-batches of plan.pieces(rank) samples, as stream.take(plan) gives them"
+                f"the window of step {step} ran {samples} samples over all ranks, but its plan has {global_batch}; "
+                f"each rank takes micro-batches of plan.pieces(rank) samples, as stream.take(plan) gives them"
             )
         if self._assumed and weight != samples:
             raise ValueError(
-                f"the window of step {step} has weight {weight} in {samples} samples: some of its micro-batches were given "
-                f"a weight and others not; give it to backward() in all of them, on all ranks, or in none"
+                f"the window of step {step} has weight {weight} in {samples} samples: some of its micro-batches were "
+                f"given a weight and others not; give it to backward() in all of them, on all ranks, or in none"
             )
 
     @property

@@ -58,7 +58,9 @@ class Tap:
         source: where norms come from; ``source.groups`` says which groups it delivers.
     """
 
-    def __init__(self, model: nn.Module, layout: Layout, source: Source, optimizer: torch.optim.Optimizer | None) -> None:
+    def __init__(
+        self, model: nn.Module, layout: Layout, source: Source, optimizer: torch.optim.Optimizer | None
+    ) -> None:
         self.model = model
         self.layout = layout
         self.source = source

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -71,14 +70,15 @@ class Window:
         self._tap._open(summing=True)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             self._tap._open(summing=False)
         elif self._begun != self.plan.micro_batches:
             self._tap._open(summing=False)
             raise ValueError(
-                f"{self._begun} micro-batches ran where the plan of step {self.plan.step} has {self.plan.micro_batches}; every "
-                f"rank runs all of them, a rank without samples left a filler of weight 0"
+                f"{self._begun} micro-batches ran where the plan of step {self.plan.step} has "
+                f"{self.plan.micro_batches}; every rank runs all of them, and fillers of weight 0 when its samples are "
+                f"used up"
             )
         else:
             self._complete = True
@@ -190,7 +190,7 @@ class Window:
         return Outcome(optimizers, self.measurement, skip, scaler)
 
     def _multiply(self, factor: Tensor, skip: Tensor) -> None:
-        """One pass over all gradients. A gradient that is not finite becomes NaN: a clipped one would be 0, silently."""
+        """One pass over all gradients. One that is not finite becomes NaN: clipped, it would be 0, and silently so."""
         factor = torch.where(skip, math.nan, factor)
         single = factor.float()
         for parameters in self._tap.layout.alike:
@@ -230,7 +230,8 @@ class MicroBatch:
         window = self._window
         if window._begun == window.plan.micro_batches:
             raise ValueError(
-                f"the plan of step {window.plan.step} has {window.plan.micro_batches} micro-batches, and this is one more"
+                f"the plan of step {window.plan.step} has {window.plan.micro_batches} micro-batches, and this is one "
+                f"more"
             )
         window._begun += 1
         window._inside = True
@@ -239,7 +240,7 @@ class MicroBatch:
             for module in window._tap.layout.parallel:
                 self._quiet.enter_context(module.no_sync())
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._quiet is not None:
             self._quiet.close()
         if kind is None and self._window._inside:

@@ -26,9 +26,11 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import json
 import math
 import os
 import shlex
+import subprocess
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -268,6 +270,26 @@ def simulation_targets(cells: dict[tuple[str, float, str], Cell], repeats: int) 
     return targets
 
 
+def taps() -> tuple[str, list[Target]]:
+    """The taps on real models, on one rank and on two, against separate backward passes over the same groups."""
+    table = Table(["tap", "ranks", "task", "|mean gradient|²", "G²", "S"])
+    worst = 0.0
+    for ranks in (1, 2):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        command.append(str(Path(__file__).with_name("_taps.py")))
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{shlex.join(command)} failed:\n{done.stderr[-3000:]}")
+        for line in done.stdout.splitlines():
+            found = json.loads(line)
+            differences = [found[name] for name in ("mean_square", "signal", "noise")]
+            worst = max(worst, *differences)
+            table.add(found["tap"], found["ranks"], found["task"], *(f"{value:.1e}" for value in differences))
+    body = f"Largest relative differences in single precision over four steps of training.\n\n{table}"
+    return body, [Target("taps against a reference", f"{worst:.1e}", "<= 1e-6", worst <= 1e-6)]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="400 repeats instead of 4,000: about a minute on 2 cores")
@@ -276,7 +298,7 @@ def main() -> int:
     options = parser.parse_args()
     jobs = options.jobs or (min(2, os.cpu_count() or 1) if options.quick else 1)
     # Each section is a function that returns Markdown and its targets.
-    sections = {"Simulated repeats": partial(simulation, 400 if options.quick else 4000, jobs)}
+    sections = {"Simulated repeats": partial(simulation, 400 if options.quick else 4000, jobs), "Taps": taps}
     bodies, targets = [], []
     for heading, section in sections.items():
         body, found = section()

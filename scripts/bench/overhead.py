@@ -1,13 +1,13 @@
 """What the adaptive loop costs in time: the reference loop against a plain hand-written DDP loop, on two ranks.
 
-The reference loop (``adabatch.loop``) runs the closed-loop policy with its batch held fixed, measures the noise in every
-step, decides every 16 steps and logs every 10. The plain loop has the same model, data, optimizer and clipping,
+The reference loop (``adabatch.loop``) runs the closed-loop policy with its batch held fixed, measures the noise in
+every step, decides every 16 steps and logs every 10. The plain loop has the same model, data, optimizer and clipping,
 accumulates under ``no_sync``, and logs its loss and gradient norm every 10 steps too. A second copy of the plain loop
 runs beside them: its ratio to the first says what the measurement itself can resolve (A/A).
 
 A round is one block of steps of each of the three, the order alternated. A ratio is the geometric mean over rounds,
-with a 95 % interval by Student's quantile; rounds go on until the interval's half-width is small enough, or the time for
-the cell is over, which is then said.
+with a 95 % interval by Student's quantile; rounds go on until the interval's half-width is small enough, or the time
+for the cell is over, which is then said.
 
     python scripts/bench/overhead.py [--quick] [--cells 0.5M-1,5M-4]
 """
@@ -83,7 +83,7 @@ class Plain:
         self.optimizer = optimizer_of(self.model)
         self.micro_batches = micro_batches
         sampler = DistributedSampler(corpus.train, seed=SEED)
-        self.loader = DataLoader(corpus.train, batch_size=MICRO_BATCH, sampler=sampler, collate_fn=as_it_is, drop_last=True)
+        self.loader = DataLoader(corpus.train, MICRO_BATCH, sampler=sampler, collate_fn=as_it_is, drop_last=True)
         self.samples = itertools.chain.from_iterable(self.loader for _ in itertools.count())
         self.log = (folder / f"plain{id(self)}-{torch.distributed.get_rank()}.jsonl").open("w")
         self.losses: list[Tensor] = []
@@ -215,10 +215,11 @@ def measure(size: str, micro_batches: int, mode: Mode) -> dict[str, Any]:
                 timed(loop.step, 3)
         seconds = distributed.agree(timed(loops["plain"].step, 5) / 5)
         steps = max(1, round(BLOCK_SECONDS / seconds))
+        # rank 0's clock, between barriers; the steps of a block are the same on both ranks
         rounds: list[dict[str, float]] = []
         for order in itertools.cycle(itertools.permutations(loops)):
             rounds.append({arm: timed(loops[arm].step, steps) / steps for arm in order})
-            if distributed.agree(enough(rounds, mode)):
+            if distributed.agree(enough(rounds, steps, mode)):
                 break
         profile = {
             "plain": profiled(loops["plain"].step, mode.profiled_steps),
@@ -239,10 +240,11 @@ def timed(step: Callable[[], None], steps: int) -> float:
     return time.perf_counter() - begun
 
 
-def enough(rounds: list[dict[str, float]], mode: Mode) -> bool:
-    spent = sum(sum(times.values()) for times in rounds) * max(1, round(BLOCK_SECONDS / rounds[0]["plain"]))
+def enough(rounds: list[dict[str, float]], steps: int, mode: Mode) -> bool:
+    """Whether the interval is narrow enough, after some rounds at least, or the time is over."""
+    spent = steps * sum(sum(times.values()) for times in rounds)
     if len(rounds) < FEWEST_ROUNDS:
-        return spent > 2 * mode.seconds and len(rounds) >= 3
+        return len(rounds) >= 3 and spent > 2 * mode.seconds
     return spent > mode.seconds or interval(rounds, "adaptive")[1] <= mode.half_width
 
 
@@ -319,19 +321,18 @@ def report(cells: dict[str, dict[str, Any]], mode: Mode) -> tuple[str, list[Targ
         targets.append(Target(f"ratio {name}", figure, f"<= {TARGET}", ratio - width <= TARGET))
         if width > mode.half_width:
             targets.append(Target(f"half-width {name}", f"{width:.4f}", f"<= {mode.half_width}", False))
-    profiles = "\n\n".join(f"{name}, median ms per step on rank 0:\n\n{profile_table(found)}" for name, found in cells.items())
-    return f"{ratios}\n\nWhat remains:\n\n{profiles}", targets
+    profiles = [f"{name}, median ms per step on rank 0:\n\n{profile_table(found)}" for name, found in cells.items()]
+    return "\n\n".join([str(ratios), "What remains:", *profiles]), targets
 
 
 def profile_table(found: dict[str, Any]) -> Table:
     plain, adaptive = found["profile"]["plain"], found["profile"]["adaptive"]
     table = Table(["part", "plain", "adaptive", "difference", "% of the plain step"])
     whole = sum(plain.values())
-    for part in adaptive:
-        one, other = plain.get(part, 0.0), adaptive[part]
-        table.add(part, *(f"{1000 * value:.3f}" for value in (one, other, other - one)), f"{100 * (other - one) / whole:+.2f}")
-    both = (whole, sum(adaptive.values()))
-    table.add("all", *(f"{1000 * value:.3f}" for value in (*both, both[1] - both[0])), f"{100 * (both[1] / both[0] - 1):+.2f}")
+    pairs = {part: (plain.get(part, 0.0), seconds) for part, seconds in adaptive.items()}
+    for part, (one, other) in {**pairs, "all": (whole, sum(adaptive.values()))}.items():
+        milliseconds = [f"{1000 * seconds:.3f}" for seconds in (one, other, other - one)]
+        table.add(part, *milliseconds, f"{100 * (other - one) / whole:+.2f}")
     return table
 
 
@@ -344,7 +345,7 @@ def selected(names: str) -> Iterator[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="half-width 0.02 instead of 0.005: about two minutes on 2 cores")
+    parser.add_argument("--quick", action="store_true", help="half-width 0.02 instead of 0.005: minutes on 2 cores")
     parser.add_argument("--cells", default=",".join(CELLS), help="some of %(default)s")
     parser.add_argument("--fresh", action="store_true", help="measure anew what a stopped run has measured already")
     parser.add_argument("--worker", help=argparse.SUPPRESS)

@@ -13,57 +13,33 @@ import ranks
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from adabatch import distributed, gradients
 from adabatch.noise import Measurement
-
-# Micro-batches of each rank.
-LAYOUTS = {
-    "one each": [[3], [5]],
-    "several": [[3, 1, 4], [2, 2, 5]],
-    "three ranks": [[2, 3], [1, 4], [5, 1]],
-}
-
-
-def pieces_of(sizes: list[list[int]], *, tokens: bool, dtype: torch.dtype) -> list[list[cases.Piece]]:
-    return [cases.pieces(mine, tokens=tokens, seed=10 + rank, dtype=dtype) for rank, mine in enumerate(sizes)]
-
-
-def one_window(
-    tap: gradients.Tap, model: nn.Module, mine: list[cases.Piece], sizes: list[list[int]], **finish: Any
-) -> gradients.Outcome:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with gradients.accumulate(tap, cases.plan(sizes)) as window:
-        for piece in mine:
-            with window.micro_batch():
-                window.backward(cases.mean_loss(model, piece), samples=piece.samples, weight=piece.weight)
-    return window.finish(optimizer, **finish)
-
 
 def _windows(
     sizes: list[list[int]], tokens: bool, kind: str, dtype: torch.dtype
 ) -> tuple[list[Measurement], torch.Tensor, str]:
     """Three windows, because DDP builds its buckets anew after the first."""
     model = DistributedDataParallel(cases.network(dtype), bucket_cap_mb=0.05)
-    mine = pieces_of(sizes, tokens=tokens, dtype=dtype)[distributed.rank()]
+    mine = cases.pieces_of(sizes, tokens=tokens, dtype=dtype)[distributed.rank()]
     measured = []
     with gradients.attach(model, kind=kind) as tap:
         for _ in range(3):
             model.zero_grad()
-            measured.append(one_window(tap, model, mine, sizes).measurement.read())
+            measured.append(cases.one_window(tap, model, mine, sizes).measurement.read())
     return measured, cases.flat(model.module), tap.source.kind
 
 
 @pytest.mark.parametrize("kind", ["hooks", "ddp"])
 @pytest.mark.parametrize("tokens", [False, True])
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", cases.LAYOUTS)
 def test_windows_agree_with_the_reference(name: str, tokens: bool, kind: str) -> None:
-    sizes = LAYOUTS[name]
+    sizes = cases.LAYOUTS[name]
     for dtype, tolerance, exact in ((torch.float32, 1e-6, 1e-5), (torch.float64, 1e-12, 1e-12)):
         results = ranks.run(_windows, len(sizes), sizes, tokens, kind, dtype)
-        everyone = pieces_of(sizes, tokens=tokens, dtype=dtype)
+        everyone = cases.pieces_of(sizes, tokens=tokens, dtype=dtype)
         groups = everyone if kind == "ddp" else [[piece] for mine in everyone for piece in mine]
         model = cases.network(dtype)
         expected = cases.reference(model, groups)
@@ -77,8 +53,8 @@ def test_windows_agree_with_the_reference(name: str, tokens: bool, kind: str) ->
 
 def _passive(kind: str, accumulation: bool) -> tuple[Measurement, list[torch.Tensor], list[torch.Tensor]]:
     """A loop that owns synchronisation and divides by itself, beside the same loop without a tap."""
-    sizes = LAYOUTS["several"] if accumulation else LAYOUTS["one each"]
-    everyone = pieces_of(sizes, tokens=True, dtype=torch.float32)
+    sizes = cases.LAYOUTS["several"] if accumulation else cases.LAYOUTS["one each"]
+    everyone = cases.pieces_of(sizes, tokens=True, dtype=torch.float32)
     total = sum(piece.weight for mine in everyone for piece in mine)
     mine = everyone[distributed.rank()]
     found = []
@@ -102,7 +78,8 @@ def _passive(kind: str, accumulation: bool) -> tuple[Measurement, list[torch.Ten
 @pytest.mark.parametrize("kind", ["hooks", "ddp"])
 @pytest.mark.parametrize("accumulation", [False, True])
 def test_the_passive_tap_agrees_and_leaves_every_byte_alone(kind: str, accumulation: bool) -> None:
-    everyone = pieces_of(LAYOUTS["several"] if accumulation else LAYOUTS["one each"], tokens=True, dtype=torch.float32)
+    sizes = cases.LAYOUTS["several" if accumulation else "one each"]
+    everyone = cases.pieces_of(sizes, tokens=True, dtype=torch.float32)
     groups = everyone if kind == "ddp" else [[piece] for mine in everyone for piece in mine]
     expected = cases.reference(cases.network(), groups)
     for measured, tapped, untapped in ranks.run(_passive, 2, kind, accumulation):
@@ -141,7 +118,7 @@ def _filler(kind: str, weights: list[list[int]]) -> tuple[Measurement, torch.Ten
     model = DistributedDataParallel(cases.network(torch.float64))
     tap = gradients.attach(model, kind=kind)
     rank = distributed.rank()
-    everyone = pieces_of([[2] * len(mine) for mine in weights], tokens=False, dtype=torch.float64)
+    everyone = cases.pieces_of([[2] * len(mine) for mine in weights], tokens=False, dtype=torch.float64)
     plan = cases.plan([[2 if weight else 0 for weight in mine] for mine in weights])
     with gradients.accumulate(tap, plan) as window:
         for piece, weight in zip(everyone[rank], weights[rank]):
@@ -153,7 +130,7 @@ def _filler(kind: str, weights: list[list[int]]) -> tuple[Measurement, torch.Ten
 @pytest.mark.parametrize(("kind", "groups"), [("hooks", 3), ("ddp", 2)])
 def test_fillers_and_ranks_of_weight_0_drop_out(kind: str, groups: int) -> None:
     weights = [[2, 2], [2, 0], [0, 0]]
-    everyone = pieces_of([[2, 2]] * 3, tokens=False, dtype=torch.float64)
+    everyone = cases.pieces_of([[2, 2]] * 3, tokens=False, dtype=torch.float64)
     real = [everyone[0], everyone[1][:1]] if kind == "ddp" else [[piece] for piece in (*everyone[0], everyone[1][0])]
     model = cases.network(torch.float64)
     expected = cases.reference(model, real)
@@ -182,7 +159,7 @@ def _count_reductions(make: Callable[[], nn.Module], accumulation: int) -> tuple
     for _ in range(3):
         collectives.clear()
         model.zero_grad()
-        one_window(tap, model, cases.pieces([1] * accumulation, tokens=False, seed=distributed.rank()), sizes)
+        cases.one_window(tap, model, cases.pieces([1] * accumulation, tokens=False, seed=distributed.rank()), sizes)
     dist.all_reduce = real
     return collectives, sum(exchange.synchronised for exchange in tap.source._exchanges), len(tap.layout.parallel)
 
@@ -202,76 +179,6 @@ def test_one_reduction_per_bucket_and_one_small_collective(make: Callable[[], nn
         assert parallel == modules
         assert collectives.count(7) == 1
         assert len(collectives) == modules + 1
-
-
-def _forward_outside() -> str:
-    model = _one_module()
-    tap = gradients.attach(model)
-    piece = cases.pieces([2], tokens=False)[0]
-    try:
-        with gradients.accumulate(tap, cases.plan([[2, 2], [2, 2]])) as window:
-            loss = cases.mean_loss(model, piece)
-            with window.micro_batch():
-                window.backward(loss, samples=2)
-    except ValueError as error:
-        return str(error)
-    return "went on"
-
-
-def test_a_forward_pass_outside_of_the_micro_batch_is_an_error() -> None:
-    for message in ranks.run(_forward_outside, 2):
-        assert "synchronised before the window's last micro-batch" in message
-
-
-def _around_the_wrapper() -> str:
-    model = _one_module()
-    tap = gradients.attach(model)
-    try:
-        one_window(tap, model.module, cases.pieces([2], tokens=False), [[2], [2]])
-    except ValueError as error:
-        return str(error)
-    return "went on"
-
-
-def test_a_hook_that_did_not_fire_is_an_error() -> None:
-    for message in ranks.run(_around_the_wrapper, 2):
-        assert "ran 0 times in this window" in message and "not through its .module" in message
-
-
-def _synchronise_each() -> str:
-    model = _one_module()
-    tap = gradients.attach(model)
-    for piece in cases.pieces([2, 2], tokens=False):
-        cases.mean_loss(model, piece).backward()
-        tap.note(2)
-    try:
-        tap.read()
-    except ValueError as error:
-        return str(error)
-    return "went on"
-
-
-def test_synchronising_every_micro_batch_is_an_error_for_the_bucket_tap() -> None:
-    for message in ranks.run(_synchronise_each, 2):
-        assert "ran 2 times in this window instead of once" in message
-
-
-def _unfreeze() -> str:
-    network = cases.network()
-    network.wide.weight.requires_grad_(False)
-    model = DistributedDataParallel(network)
-    network.wide.weight.requires_grad_(True)
-    tap = gradients.attach(model)
-    try:
-        one_window(tap, model, cases.pieces([2], tokens=False), [[2], [2]])
-    except ValueError as error:
-        return str(error)
-    return "went on"
-
-
-def test_a_parameter_unfrozen_after_wrapping_is_an_error() -> None:
-    for message in ranks.run(_unfreeze, 2):
-        assert "unfrozen or added after wrapping" in message
 
 
 # -- parameters of all kinds
@@ -327,68 +234,6 @@ def test_complex_parameters(kind: str) -> None:
     """Groups 3+4i and i: mean 1.5+2.5i."""
     for mean_square, group_square in ranks.run(_complex, 2, kind):
         assert (mean_square, group_square) == pytest.approx((8.5, 6.5))
-
-
-# -- communication hooks
-
-
-def _user_hook(handed_over: bool) -> Any:
-    model = _one_module()
-    if not handed_over:
-        model.register_comm_hook(None, default_hooks.allreduce_hook)
-        try:
-            gradients.attach(model)
-        except ValueError as error:
-            return str(error)
-        return "went on"
-    tap = gradients.attach(model, comm_hook=(None, default_hooks.allreduce_hook))
-    everyone = pieces_of(LAYOUTS["several"], tokens=True, dtype=torch.float32)
-    measured = one_window(tap, model, everyone[distributed.rank()], LAYOUTS["several"]).measurement.read()
-    return measured, cases.flat(model.module)
-
-
-def test_a_users_hook_is_wrapped_when_handed_over() -> None:
-    everyone = pieces_of(LAYOUTS["several"], tokens=True, dtype=torch.float32)
-    model = cases.network()
-    expected = cases.reference(model, everyone)
-    for measured, gradient in ranks.run(_user_hook, 2, True):
-        assert cases.difference(measured, expected) < 1e-6
-        assert torch.allclose(gradient, cases.gradient(model, sum(everyone, [])), rtol=1e-4, atol=1e-5)
-
-
-def test_a_hook_that_is_there_already_is_refused_with_the_way_out() -> None:
-    for message in ranks.run(_user_hook, 2, False):
-        assert "allreduce_hook" in message and "attach(model, comm_hook=(state, hook))" in message
-
-
-def _attach_again() -> list[Any]:
-    """A second tap while the first is on, then after it; and a plain step between them."""
-    model = _one_module()
-    everyone = pieces_of(LAYOUTS["one each"], tokens=True, dtype=torch.float32)
-    mine = everyone[distributed.rank()]
-    first = gradients.attach(model)
-    try:
-        gradients.attach(model)
-        message = "went on"
-    except ValueError as error:
-        message = str(error)
-    first.detach()
-    cases.mean_loss(model, mine[0]).backward()
-    between = cases.flat(model.module)
-    model.zero_grad()
-    second = gradients.attach(model)
-    measured = one_window(second, model, mine, LAYOUTS["one each"]).measurement.read()
-    return [message, between, measured]
-
-
-def test_detaching_leaves_an_ordinary_reduction_and_a_place_for_the_next_tap() -> None:
-    everyone = pieces_of(LAYOUTS["one each"], tokens=True, dtype=torch.float32)
-    model = cases.network()
-    mean = (cases.gradient(model, everyone[0]) + cases.gradient(model, everyone[1])) / 2
-    for message, between, measured in ranks.run(_attach_again, 2):
-        assert "another tap is attached" in message
-        assert torch.allclose(between, mean, rtol=1e-4, atol=1e-5)
-        assert cases.difference(measured, cases.reference(model, everyone)) < 1e-6
 
 
 # -- all ranks together
@@ -471,67 +316,12 @@ def test_fp16_with_token_weights_loses_no_more_windows_than_with_plain_means() -
     assert not first[-1][1]
 
 
-# -- what is refused on several ranks
-
-
-def _refuse(make: Callable[[], nn.Module]) -> str:
-    try:
-        gradients.attach(make())
-    except ValueError as error:
-        return str(error)
-    return "went on"
-
-
-def _plain() -> nn.Module:
-    return cases.network()
-
-
-def _partly_wrapped() -> nn.Module:
-    return nn.ModuleDict({"wrapped": DistributedDataParallel(nn.Linear(2, 2)), "bare": nn.Linear(2, 2)})
-
-
-def _doubly_wrapped() -> nn.Module:
-    return DistributedDataParallel(nn.Sequential(DistributedDataParallel(nn.Linear(2, 2)), nn.Linear(2, 2)))
-
-
-def _fully_sharded() -> nn.Module:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    return fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2,)))
-
-
-def _tensor_parallel() -> nn.Module:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import distribute_tensor
-
-    model = nn.Linear(4, 4)
-    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), init_device_mesh("cpu", (2,))))
-    return model
-
-
-@pytest.mark.parametrize(
-    ("make", "messages"),
-    [
-        (_plain, ["Tied is a plain module in a process group of 2 ranks", "wrap it in"]),
-        (_partly_wrapped, ["'bare.weight' is not synchronised over the 2 ranks"]),
-        (_doubly_wrapped, ["inside another one", "kind='hooks'"]),
-        (_fully_sharded, ["FSDPLinear", "FSDP2 (fully_shard)", "Supported: a plain module"]),
-        (_tensor_parallel, ["'weight' is a DTensor"]),
-    ],
-)
-def test_unsupported_models_are_refused(make: Callable[[], nn.Module], messages: list[str]) -> None:
-    for said in ranks.run(_refuse, 2, make):
-        for message in messages:
-            assert message in said
-
-
 def _single() -> str:
     """One rank wrapped in DistributedDataParallel has nothing to compare with but its micro-batches."""
     dist.init_process_group("gloo", init_method="env://")
     model = DistributedDataParallel(cases.network())
     with gradients.attach(model) as tap:
-        measured = one_window(tap, model, cases.pieces([2, 3], tokens=True), [[2, 3]]).measurement.read()
+        measured = cases.one_window(tap, model, cases.pieces([2, 3], tokens=True), [[2, 3]]).measurement.read()
     dist.destroy_process_group()
     expected = cases.reference(cases.network(), [[piece] for piece in cases.pieces([2, 3], tokens=True)])
     assert cases.difference(measured, expected) < 1e-6
@@ -562,3 +352,29 @@ def test_weights_on_some_ranks_only_are_an_error(kind: str) -> None:
     first, second = ranks.run(_weights_of_some, 2, kind)
     assert "weight 42.0 in 4 samples: some of its micro-batches were given a weight" in first
     assert second == "waited"
+
+
+def _every_third_step() -> list[Measurement]:
+    """A passive loop that measures now and then, and reads nothing in between."""
+    sizes = cases.LAYOUTS["one each"]
+    everyone = cases.pieces_of(sizes, tokens=False, dtype=torch.float32)
+    piece = everyone[distributed.rank()][0]
+    model = DistributedDataParallel(cases.network())
+    measured = []
+    with gradients.attach(model) as tap:
+        for step in range(6):
+            tap.measure(step % 3 == 0)
+            model.zero_grad()
+            (cases.mean_loss(model, piece) * (piece.weight / 8 * 2)).backward()
+            if step % 3 == 0:
+                tap.note(piece.samples, loss=cases.mean_loss(model, piece))
+                measured.append(tap.read().read())
+    return measured
+
+
+def test_the_passive_tap_may_rest_between_measurements() -> None:
+    everyone = cases.pieces_of(cases.LAYOUTS["one each"], tokens=False, dtype=torch.float32)
+    expected = cases.reference(cases.network(), everyone)
+    for measured in ranks.run(_every_third_step, 2):
+        assert len(measured) == 2
+        assert max(cases.difference(one, expected) for one in measured) < 1e-6

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from adabatch import gradients
 from adabatch.gradients import outcomes
+from adabatch.noise import Measurement
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "adamw fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.5, fused=True),
@@ -29,10 +30,14 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "muon": lambda parameters: torch.optim.Muon(parameters, lr=0.1),
 }
 
-GOOD, BAD = 1.0, math.nan
+GOOD = 1.0
 
 
-def train(make: Callable, slopes: list[float], step: Callable[[gradients.Outcome], None]) -> tuple[nn.Module, object, list]:
+def train(
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    slopes: list[float],
+    step: Callable[[gradients.Outcome], None],
+) -> tuple[nn.Module, torch.optim.Optimizer, list[Measurement]]:
     """Windows whose gradients are multiples of these slopes."""
     torch.manual_seed(0)
     model = nn.Linear(4, 3, bias=False)
@@ -79,9 +84,8 @@ def test_a_skipped_window_never_happened(name: str, step: Callable[[gradients.Ou
         # The same windows with the bad ones' steps left out by hand.
         bad_ones = iter([slope is bad for slope in slopes])
         model, optimizer, measured = train(make, slopes, step)
-        expected_model, expected_optimizer, _ = train(
-            make, [GOOD if slope is bad else slope for slope in slopes], lambda outcome: next(bad_ones) or outcome.step()
-        )
+        good = [GOOD if slope is bad else slope for slope in slopes]
+        expected_model, expected_optimizer, _ = train(make, good, lambda outcome: next(bad_ones) or outcome.step())
         assert [one.finite for one in measured] == [slope is not bad for slope in slopes]
         after, expected = everything(model, optimizer), everything(expected_model, expected_optimizer)
         for key, value in expected.items():
@@ -91,8 +95,7 @@ def test_a_skipped_window_never_happened(name: str, step: Callable[[gradients.Ou
 def test_fused_optimizers_skip_on_the_device() -> None:
     parameters = [nn.Parameter(torch.ones(2, 2))]
     skipping = {name for name, make in OPTIMIZERS.items() if outcomes.skips_by_itself(make(parameters))}
-    assert skipping == {"adamw fused", "adam amsgrad fused", "sgd fused without momentum", "adagrad fused", "sgd fused",
-                        "sgd fused dampened"}
+    assert skipping == {name for name in OPTIMIZERS if "fused" in name}
     # no gradient yet, so nothing to spoil; but a first gradient would make buffers of uninitialised memory
     parameters[0].grad = torch.ones(2, 2)
     optimizer = OPTIMIZERS["sgd fused"](parameters)

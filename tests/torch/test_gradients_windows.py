@@ -1,20 +1,19 @@
-"""The accumulating window in one process: one big batch's gradient, its measurement, clipping, and misuse."""
+"""The accumulating window in one process: one big batch's gradient, its measurement, and clipping."""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import gradient_cases as cases
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from adabatch import gradients
 from adabatch.gradients import statistics, windows
-from adabatch.noise import Measurement
 
 SIZES = [3, 1, 4, 2]
 
@@ -25,7 +24,6 @@ def run(
     *,
     measure: bool = True,
     max_norm: float | None = None,
-    loss: Callable[[nn.Module, cases.Piece], Tensor] = cases.mean_loss,
 ) -> gradients.Outcome:
     """One window over the groups, without a step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -33,13 +31,15 @@ def run(
         with gradients.accumulate(tap, cases.plan([piece.samples for piece in groups], measure=measure)) as window:
             for piece in groups:
                 with window.micro_batch():
-                    window.backward(loss(model, piece), samples=piece.samples, weight=piece.weight)
+                    window.backward(cases.mean_loss(model, piece), samples=piece.samples, weight=piece.weight)
         outcome = window.finish(optimizer, max_norm=max_norm)
     assert window.measurement is outcome.measurement
     return outcome
 
 
-def scalar(groups: Sequence[tuple[int, float, float]], *, max_norm: float | None = None) -> tuple[float, gradients.Outcome]:
+def scalar(
+    groups: Sequence[tuple[int, float, float]], *, max_norm: float | None = None
+) -> tuple[float, gradients.Outcome]:
     """A one-parameter model: micro-batches of (samples, weight, gradient of the mean loss)."""
     parameter = nn.Parameter(torch.zeros((), dtype=torch.float64))
     model = nn.ParameterList([parameter])
@@ -272,211 +272,3 @@ def test_backward_outside_of_windows_is_not_counted() -> None:
                 window.backward(cases.mean_loss(model, piece), samples=piece.samples)
     measured = window.finish(torch.optim.SGD(model.parameters(), lr=0.1)).measurement.read()
     assert cases.difference(measured, expected) < 1e-6
-
-
-# -- precisions
-
-
-def test_autocast_to_bfloat16() -> None:
-    model = cases.network()
-    groups = cases.pieces(SIZES, tokens=True)
-    expected = cases.reference(model, [[piece] for piece in groups])
-
-    def loss(model: nn.Module, piece: cases.Piece) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return cases.mean_loss(model, piece)
-
-    measured = run(model, groups, loss=loss).measurement.read()
-    assert measured.mean_square == pytest.approx(expected.mean_square, rel=0.05)
-    assert measured.group_square == pytest.approx(expected.group_square, rel=0.05)
-
-
-def test_bfloat16_parameters_measure_in_single_precision() -> None:
-    """Equal micro-batches have no noise: rounding of norms would show as some."""
-    torch.manual_seed(0)
-    model = nn.Linear(40, 40).bfloat16()
-    piece = torch.randn(4, 40).bfloat16()
-    tap = gradients.attach(model)
-    with gradients.accumulate(tap, cases.plan([4, 4])) as window:
-        for _ in range(2):
-            with window.micro_batch():
-                window.backward(model(piece).square().mean(), samples=4)
-    measured = window.finish(torch.optim.SGD(model.parameters(), lr=0.1)).measurement.read()
-    assert abs(measured.noise) < 1e-6 * measured.mean_square
-    assert measured.mean_square > 0
-
-
-def fp16_run(init_scale: float, *, steps: int, weight: float = 1.0) -> tuple[nn.Module, list[Measurement], list[float]]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=1000)
-    tap = gradients.attach(model)
-    inputs = torch.randn(steps, 2, 4, 6, generator=torch.Generator().manual_seed(3))
-    measured, scales = [], []
-    for step in range(steps):
-        with gradients.accumulate(tap, cases.plan([4, 4])) as window:
-            for half in inputs[step]:
-                with window.micro_batch():
-                    with torch.autocast("cpu", torch.float16):
-                        loss = (model(half) - half.sum(dim=1, keepdim=True)).square().mean()
-                    window.backward(loss, samples=4, weight=4 * weight, scaler=scaler)
-        outcome = window.finish(optimizer, max_norm=1.0, scaler=scaler)
-        outcome.step()
-        optimizer.zero_grad()
-        measured.append(outcome.measurement.read())
-        scales.append(scaler.get_scale())
-    return model, measured, scales
-
-
-def test_fp16_with_a_gradient_scaler_trains_like_fp32() -> None:
-    model, measured, scales = fp16_run(1024.0, steps=5)
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)
-    norms = []
-    for inputs in torch.randn(5, 8, 6, generator=torch.Generator().manual_seed(3)):
-        (plain(inputs) - inputs.sum(dim=1, keepdim=True)).square().mean().backward()
-        norms.append(nn.utils.clip_grad_norm_(plain.parameters(), 1.0).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    for one, other in zip(model.parameters(), plain.parameters()):
-        assert torch.allclose(one, other, atol=3e-3)
-    assert [math.sqrt(one.mean_square) for one in measured] == pytest.approx(norms, rel=2e-2)
-    assert scales == [1024.0] * 5
-
-
-def test_fp16_overflow_skips_and_lowers_the_scale() -> None:
-    model, measured, scales = fp16_run(2.0**24, steps=16)
-    finite = [one.finite for one in measured]
-    assert not finite[0] and finite[-1]
-    assert scales[0] == 2.0**23 and scales[-1] == 2.0 ** (24 - finite.count(False))
-    assert all(parameter.isfinite().all() for parameter in model.parameters())
-
-
-def test_fp16_scales_do_not_depend_on_the_unit_of_the_weights() -> None:
-    """Token weights are hundreds of times larger than samples; gradients in fp16 must not be."""
-    _, by_samples, scales = fp16_run(4096.0, steps=3)
-    _, by_tokens, token_scales = fp16_run(4096.0, steps=3, weight=512.0)
-    assert all(one.finite for one in by_tokens) and token_scales == scales
-    for one, other in zip(by_samples, by_tokens):
-        assert other.mean_square == pytest.approx(one.mean_square, rel=1e-5)
-
-
-def test_a_disabled_scaler_is_none() -> None:
-    model = nn.Linear(2, 1)
-    tap = gradients.attach(model)
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    before = copy.deepcopy(model.state_dict())
-    with gradients.accumulate(tap, cases.plan([1])) as window, window.micro_batch():
-        window.backward(model(torch.full((1, 2), math.nan)).mean(), samples=1, scaler=scaler)
-    window.finish(torch.optim.SGD(model.parameters(), lr=0.1), scaler=scaler).step()
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-
-
-# -- misuse
-
-
-def window_of(sizes: Sequence[int], run: Sequence[int], **finish: object) -> gradients.Outcome:
-    model = nn.Linear(2, 1)
-    tap = gradients.attach(model)
-    with gradients.accumulate(tap, cases.plan(sizes)) as window:
-        for size in run:
-            with window.micro_batch():
-                window.backward(model(torch.ones(1, 2)).mean(), samples=size)
-    return window.finish(torch.optim.SGD(model.parameters(), lr=0.1), **finish)
-
-
-def test_fewer_or_more_micro_batches_than_planned() -> None:
-    with pytest.raises(ValueError, match="2 micro-batches ran where the plan of step 0 has 3"):
-        window_of([1, 1, 1], [1, 1])
-    with pytest.raises(ValueError, match="has 2 micro-batches, and this is one more"):
-        window_of([1, 1], [1, 1, 1])
-
-
-def test_other_samples_than_planned() -> None:
-    outcome = window_of([2, 2], [2, 1])
-    with pytest.raises(ValueError, match="step 0 ran 3 samples over all ranks, but its plan has 4"):
-        outcome.measurement.read()
-
-
-def test_backward_is_called_once_inside_each_micro_batch() -> None:
-    model = nn.Linear(2, 1)
-    tap = gradients.attach(model)
-    inputs = torch.ones(1, 2)
-    with pytest.raises(ValueError, match="backward\\(\\) belongs inside"), gradients.accumulate(tap, cases.plan([1])) as window:
-        window.backward(model(inputs).mean(), samples=1)
-    with (
-        pytest.raises(ValueError, match="once per micro-batch"),
-        gradients.accumulate(tap, cases.plan([1])) as window,
-        window.micro_batch(),
-    ):
-        window.backward(model(inputs).mean(), samples=1)
-        window.backward(model(inputs).mean(), samples=1)
-    with (
-        pytest.raises(ValueError, match="ended without window.backward"),
-        gradients.accumulate(tap, cases.plan([1])) as window,
-        window.micro_batch(),
-    ):
-        model(inputs)
-    # and after all that a window still works
-    with gradients.accumulate(tap, cases.plan([1])) as window, window.micro_batch():
-        window.backward(model(inputs).mean(), samples=1)
-    assert window.finish(torch.optim.SGD(model.parameters(), lr=0.1)).measurement.read().samples == 1
-
-
-def test_a_loss_that_is_no_number_is_refused() -> None:
-    model = nn.Linear(2, 1)
-    tap = gradients.attach(model)
-    with (
-        pytest.raises(ValueError, match="one number, got a tensor of shape \\(3, 1\\)"),
-        gradients.accumulate(tap, cases.plan([3])) as window,
-        window.micro_batch(),
-    ):
-        window.backward(model(torch.ones(3, 2)), samples=3)
-
-
-def test_finish_comes_once_and_afterwards() -> None:
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    tap = gradients.attach(model)
-    with gradients.accumulate(tap, cases.plan([1])) as window:
-        with window.micro_batch():
-            window.backward(model(torch.ones(1, 2)).mean(), samples=1)
-        with pytest.raises(ValueError, match="finish\\(\\) comes once"):
-            window.finish(optimizer)
-    window.finish(optimizer)
-    with pytest.raises(ValueError, match="finish\\(\\) comes once"):
-        window.finish(optimizer)
-
-
-def test_the_plan_must_be_for_these_ranks() -> None:
-    tap = gradients.attach(nn.Linear(2, 1))
-    with pytest.raises(ValueError, match="is for 2 ranks, but 1 share"):
-        gradients.accumulate(tap, cases.plan([[1], [1]]))
-
-
-def test_backward_and_finish_take_the_same_scaler() -> None:
-    with pytest.raises(ValueError, match="finish\\(\\) takes the scaler that backward"):
-        window_of([1], [1], scaler=torch.amp.GradScaler("cpu"))
-
-
-def test_parameters_that_the_tap_does_not_know_are_an_error() -> None:
-    model = nn.Linear(2, 1)
-    tap = gradients.attach(model)
-    stranger = nn.Parameter(torch.zeros(3))
-    with gradients.accumulate(tap, cases.plan([1])) as window, window.micro_batch():
-        window.backward(model(torch.ones(1, 2)).mean(), samples=1)
-    with pytest.raises(ValueError, match="group 1 of SGD.*shape \\(3,\\)"):
-        window.finish(torch.optim.SGD([{"params": model.parameters()}, {"params": [stranger]}], lr=0.1))
-
-
-def test_a_parameter_unfrozen_later_is_an_error() -> None:
-    model = cases.network()
-    optimizer = torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.1)
-    tap = gradients.attach(model)
-    model.frozen.requires_grad_(True)
-    with gradients.accumulate(tap, cases.plan([1])) as window, window.micro_batch():
-        window.backward(model(torch.ones(1, 6)).mean(), samples=1)
-    with pytest.raises(ValueError, match="unfrozen after attach"):
-        window.finish(optimizer)
