@@ -354,9 +354,13 @@ class Trainer:
             self.save_ledger()
 
     def save_ledger(self) -> None:
-        """Write the ledger into the run folder, on rank 0."""
-        if self.world.rank == 0:
+        """Write the ledger into the run folder, on rank 0. A failure is reported, and training goes on."""
+        if self.world.rank != 0:
+            return
+        try:
             self.controller.ledger.save(self.ledger_file)
+        except OSError as error:
+            print(f"adabatch: the ledger was not saved, training goes on: {error}", file=sys.stderr, flush=True)
 
     def where(self) -> dict[str, Any]:
         """How far the run is, for a record."""

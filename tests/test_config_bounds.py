@@ -64,6 +64,8 @@ ILLEGAL = [
     ("optimizer=sgd optimizer.momentum=0 optimizer.nesterov=true", "optimizer.nesterov"),
     ("lr_schedule.shape=cosinus", "lr_schedule.shape"),
     ("lr_schedule.warmup=-5", "lr_schedule.warmup"),
+    ("lr_schedule.warmup=100%", "lr_schedule.warmup"),
+    ("lr_schedule.warmup=x%", "lr_schedule.warmup"),
     ("lr_schedule.warmup=256", "lr_schedule.warmup=256"),
     ("lr_schedule.final=1.5", "lr_schedule.final"),
     ("lr_schedule.decay_share=0", "lr_schedule.decay_share"),

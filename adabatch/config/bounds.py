@@ -77,6 +77,18 @@ def counted(least: int, default: Any) -> Any:
     return _ruled(default, Rule(f"a whole number of at least {least}, such as 1500 or 1.5k", accepts))
 
 
+def counted_or_share(default: Any) -> Any:
+    """Text that writes a whole number such as ``2k``, or a share of the horizon such as ``3%``."""
+
+    def accepts(value: str) -> bool:
+        try:
+            return 0 <= float(value[:-1]) < 100 if value.endswith("%") else parse_count(value) >= 0
+        except ValueError:
+            return False
+
+    return _ruled(default, Rule("a whole number such as 2k, or a share of the horizon such as 3%", accepts))
+
+
 def matching(pattern: str, valid: str, default: str) -> Any:
     """Text that ``pattern`` describes in full; ``valid`` says so in words."""
     return _ruled(default, Rule(valid, lambda value: re.fullmatch(pattern, value) is not None))

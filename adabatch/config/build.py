@@ -144,7 +144,7 @@ def build_schedule(config: DictConfig, budget: Budget) -> Schedule:
     return Schedule(
         shape=schedule.shape,
         horizon=horizon,
-        warmup=_count(schedule.warmup, "lr_schedule.warmup") or 0,
+        warmup=_warmup(schedule.warmup, horizon),
         final=schedule.final,
         decay_share=schedule.decay_share,
         unit="tokens" if budget.samples is None and budget.tokens is not None else "samples",
@@ -250,6 +250,18 @@ def wrap(model: nn.Module, config: DictConfig, world: distributed.World) -> nn.M
         return model
     devices = [world.device.index] if world.device.type == "cuda" else None
     return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
+
+
+def _warmup(text: str, horizon: int | None) -> int:
+    """A count, or a share of the horizon."""
+    if not text.endswith("%"):
+        return _count(text, "lr_schedule.warmup") or 0
+    if horizon is None:
+        raise ConfigError(
+            f"lr_schedule.warmup={text} is a share of a horizon, and none is known: set stop.samples, stop.tokens or "
+            f"lr_schedule.horizon, or give the warm-up as a count"
+        )
+    return round(float(text[:-1]) / 100 * horizon)
 
 
 def _count(text: str | None, name: str) -> int | None:

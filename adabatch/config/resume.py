@@ -58,7 +58,7 @@ def to_text(config: Mapping[str, Any]) -> str:
 
 def _replace(path: Path, text: str) -> None:
     """Write a file as a whole or not at all."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside = path.with_name(f".{path.name}.new")
     aside.write_text(text, encoding="utf-8")
     os.replace(aside, path)
 

@@ -12,7 +12,7 @@ from typing import Any, Optional
 
 from omegaconf import MISSING
 
-from adabatch.config.bounds import counted, matching, one_of, some_of, tag, within
+from adabatch.config.bounds import counted, counted_or_share, matching, one_of, some_of, tag, within
 from adabatch.plan import ROUNDINGS
 from adabatch.runlog import LOGGERS
 from adabatch.scaling import RULES
@@ -145,7 +145,7 @@ class ScheduleConfig:
     """The learning-rate schedule, a function of samples or tokens."""
 
     shape: str = one_of("cosine", *SHAPES)  # how the rate goes from the end of warm-up to the horizon
-    warmup: str = counted(0, "0")  # length of the linear warm-up, in the unit of the budget
+    warmup: str = counted_or_share("0")  # length of the linear warm-up: samples (tokens where the budget is), or 3%
     final: float = within("[0, 1]", 0.1)  # multiplier at the horizon
     decay_share: float = within("(0, 1]", 0.2)  # share of the horizon that wsd decays over
     horizon: Optional[str] = counted(1, None)  # where the decay ends; null: the budget

@@ -39,7 +39,6 @@ def main() -> int:
     common = [
         f"model={model}",
         f"stop.samples={samples}",
-        f"lr_schedule.warmup={samples // 30}",
         "logger=quiet",
         "evaluation.every=1000000",
         "evaluation.samples=2048",

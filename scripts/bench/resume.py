@@ -59,7 +59,7 @@ DATA_SIZE = 701  # of the program's training set
 # How often a kill is aimed at each phase in the full mode; "anywhere" is drawn over all samples that are left.
 AIMS = {"anywhere": 18, "checkpoint": 6, "decision": 5, "evaluation": 5, "start-up": 4, "report": 2}
 # Longest delay from the moment that was aimed at to the kill, in seconds: about as long as each phase takes.
-DELAYS = {"anywhere": 0.03, "checkpoint": 0.06, "decision": 0.004, "evaluation": 0.03, "start-up": 0.0, "report": 1.5}
+DELAYS = {"anywhere": 0.03, "checkpoint": 0.05, "decision": 0.003, "evaluation": 0.015, "start-up": 0.0, "report": 1.5}
 PHASES = ("start-up", "steps", "decision", "evaluation", "checkpoint", "report")
 TIMED = ("time", "seconds", "samples_per_second")  # what no two runs have in common
 

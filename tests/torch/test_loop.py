@@ -474,13 +474,15 @@ def test_a_second_interrupt_after_three_seconds_interrupts_at_once(monkeypatch) 
 # -- what else may go wrong
 
 
-def test_a_failed_save_is_reported_and_training_goes_on(tmp_path, capfd) -> None:
+def test_what_cannot_be_saved_is_reported_and_training_goes_on(tmp_path, capfd) -> None:
     (tmp_path / "checkpoints").write_text("in the way")
-    reason, trainer = train(tmp_path, settings=Settings(save_every=50, evaluate_every=1000))
-    assert reason == "budget" and trainer.controller.progress.samples == 203
-    assert "saving failed, training goes on" in capfd.readouterr().err
-    assert not read_metrics(tmp_path).checkpoints
-    assert Ledger.load(tmp_path).samples == 203
+    trainer = make(tmp_path, settings=Settings(save_every=50, evaluate_every=1000))
+    trainer.ledger_file = tmp_path / "nowhere" / "ledger.json"
+    with trainer.stream, trainer.tap, trainer.log:
+        assert trainer.train() == "budget"
+    assert trainer.controller.progress.samples == 203 and not read_metrics(tmp_path).checkpoints
+    said = capfd.readouterr().err
+    assert "saving failed, training goes on" in said and "the ledger was not saved, training goes on" in said
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
