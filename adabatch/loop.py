@@ -63,7 +63,7 @@ class Settings:
         log_every: steps between two records.
         evaluate_every: samples between two held-out evaluations; ``None`` evaluates at the end only.
         save_every: samples between two checkpoints; ``None`` saves at the end only.
-        max_seconds: training seconds after which the run stops.
+        max_seconds: training seconds after which the run stops, two steps later at most.
         target_loss: held-out loss at or below which the run stops.
         clip_norm: gradient-norm threshold at the reference batch.
         precision: ``fp32``, ``bf16`` or ``fp16``.
@@ -281,9 +281,8 @@ class Trainer:
             loss = self.evaluate()["loss"]
             if self.settings.target_loss is not None and loss <= self.settings.target_loss:
                 return "loss"
-        # A GPU is asked one step late: by then the answer is there, and the host need not wait for the step just run.
-        asked = outcome if self.world.device.type == "cpu" else previous
-        if asked is not None and asked.stop_requested() and not self.controller.done:
+        # Asked one step late: by then the answer is there, and the host need not wait for the step just run.
+        if previous is not None and previous.stop_requested() and not self.controller.done:
             # Without a word of its own, rank 0 stops because another rank was told to.
             return distributed.agree(interrupt.received or ("seconds" if self._out_of_time() else signal.SIGTERM.name))
         due = _crossed(before, self.controller.progress.samples, self.settings.save_every)
@@ -295,6 +294,8 @@ class Trainer:
         precision = PRECISIONS[self.settings.precision]
         autocast = torch.autocast(self.world.device.type, precision, enabled=precision is not None)
         with gradients.accumulate(self.tap, plan) as window:
+            if interrupt.received is not None or self._out_of_time():
+                window.request_stop()
             for micro_batch in self.stream.take(plan):
                 with window.micro_batch():
                     with autocast:
@@ -306,7 +307,6 @@ class Trainer:
             self.optimizer,
             max_norm=clip_norm * plan.scales.clip if clip_norm else None,
             scaler=self.scaler,
-            stop=interrupt.received is not None or self._out_of_time(),
         )
         optimizers.apply(plan, self.optimizer)
         outcome.step()

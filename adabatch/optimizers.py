@@ -268,7 +268,9 @@ def _refuse_scheduler(optimizer: torch.optim.Optimizer, index: int) -> None:
         )
 
 
-_REMEDY = "Hand the schedule to the controller, which counts in samples (a torch scheduler as adabatch.optimizers.TorchSchedule)"
+_REMEDY = (
+    "Hand the schedule to the controller, which counts in samples (a torch scheduler as adabatch.optimizers.TorchSchedule)"
+)
 
 
 # -- torch's own schedulers

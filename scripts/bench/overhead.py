@@ -183,7 +183,9 @@ class Adaptive:
         trainer.optimizer.zero_grad()
         lap("optimizer")
         trainer.controller.commit(plan, outcome.measurement)
-        outcome.stop_requested()
+        if trainer.outcome is not None:
+            trainer.outcome.stop_requested()  # of the step before, as in the loop
+        trainer.outcome = outcome
         lap("log | commit")
 
 
