@@ -6,6 +6,8 @@ one's own word. Control data goes to the device that the process group can reduc
 
 from __future__ import annotations
 
+import atexit
+import gc
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -275,3 +277,7 @@ def _begin(backend: str, launch: Mapping[str, int], timeout: timedelta) -> None:
     corner = dist.PrefixStore(f"adabatch/{_begun}", store)
     dist.init_process_group(backend, store=corner, rank=number, world_size=count, timeout=timeout)
     _owned = True
+    if _begun == 1:
+        # A model in a reference cycle would keep the group and its threads alive until the interpreter is half gone,
+        # and then the process aborts ("terminate called without an active exception", 5 of 12 runs).
+        atexit.register(gc.collect)

@@ -35,15 +35,15 @@ def main(layer="accumulate", samples=12_000):
         scaling=adabatch.Scaling("sqrt", reference_batch=16), damping=adabatch.Damping(dwell=800),
         budget=adabatch.Budget(samples=samples), agree=adabatch.agree,
     )
-    stream = adabatch.stream(dataset, seed=0, rank=world.rank, world=world.size, micro_batch=8)
-    tap = adabatch.attach(model, optimizer)
     step = {"accumulate": with_accumulate, "tap": with_passive_tap}[layer]
-    while not controller.done:
-        plan = controller.plan()
-        measurement = step(model, optimizer, tap, plan, stream.take(plan))
-        decision = controller.commit(plan, measurement)
-        if decision and decision.changed and world.rank == 0:
-            print(f"sample {decision.sample:>6,}  loss {measurement.read().loss:.3f}  {decision.reason}")
+    stream = adabatch.stream(dataset, seed=0, rank=world.rank, world=world.size, micro_batch=8)
+    with stream, adabatch.attach(model, optimizer) as tap:
+        while not controller.done:
+            plan = controller.plan()
+            measurement = step(model, optimizer, tap, plan, stream.take(plan))
+            decision = controller.commit(plan, measurement)
+            if decision and decision.changed and world.rank == 0:
+                print(f"sample {decision.sample:>6,}  loss {measurement.read().loss:.3f}  {decision.reason}")
     distributed.stop()
     return controller
 

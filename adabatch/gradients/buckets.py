@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from adabatch import distributed
 from adabatch.distributed import Wait
 from adabatch.gradients.layout import Layout
-from adabatch.gradients.norms import pieces, together
+from adabatch.gradients.norms import each, together
 from adabatch.gradients.statistics import GROUP_SQUARE
 
 CommunicationHook = Callable[[Any, dist.GradBucket], torch.futures.Future]
@@ -31,7 +31,8 @@ class _Exchange:
         attached: whether a tap uses it; DDP cannot unregister a hook, so it stays behind as a plain all-reduce.
         measuring: whether norms are taken.
         summing: whether the division by the world size is left to the caller, who divides anyhow.
-        parts, seen: norms and real numbers taken in this window's first synchronisation.
+        places: each trainable parameter's number, by identity.
+        parts, seen: norms by parameter, and real numbers, taken in this window's first synchronisation.
         synchronised: synchronisations since the window began.
         numbers: a vector to sum over the ranks right behind the last bucket, so that nobody waits for it separately;
             its first element becomes the squared norm.
@@ -41,11 +42,12 @@ class _Exchange:
     group: dist.ProcessGroup
     world: int
     elements: int
+    places: dict[int, int] = field(default_factory=dict)
     inner: tuple[Any, CommunicationHook] | None = None
     attached: bool = False
     measuring: bool = False
     summing: bool = False
-    parts: list[Tensor] = field(default_factory=list)
+    parts: dict[int, Tensor] = field(default_factory=dict)
     seen: int = 0
     synchronised: int = 0
     numbers: Tensor | None = None
@@ -57,8 +59,14 @@ class _Exchange:
         self.numbers = self.travel = None
 
     def square(self) -> Tensor:
-        """Squared norm of this rank's gradient, from all buckets seen."""
-        return together(self.parts, self.parts[0].device).square()
+        """Squared norm of this rank's gradient, from all buckets seen, the same whatever was in which bucket."""
+        parts = [self.parts[place] for place in sorted(self.parts)]
+        return together(parts, parts[0].device).square()
+
+    def take(self, bucket: dist.GradBucket) -> None:
+        """Take norms, gradient by gradient: DDP fills its buckets anew after the first step of every launch."""
+        places = (self.places[id(parameter)] for parameter in bucket.parameters())
+        self.parts.update(zip(places, each(bucket.gradients()), strict=True))
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future:
         """The bucket's way over the ranks: the user's, or DDP's own, which multiplies by 1/world before the sum."""
@@ -82,7 +90,7 @@ def communicate(exchange, bucket):  # no annotations: DDP compares them with cla
     if not exchange.synchronised:
         exchange.seen += _reals(bucket.buffer())
         if exchange.measuring:
-            exchange.parts.append(pieces(bucket.buffer()))
+            exchange.take(bucket)
     future = exchange.reduce(bucket)
     if bucket.is_last():
         exchange.synchronised += 1
@@ -215,10 +223,12 @@ def _exchange(
     module: DistributedDataParallel, layout: Layout, inner: tuple[Any, CommunicationHook] | None
 ) -> _Exchange:
     """The module's exchange: the one that a former tap left behind, or a newly registered one."""
-    elements = sum(_reals(parameter) for parameter in module.parameters() if parameter.requires_grad)
+    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    elements = sum(map(_reals, trainable))
     left_behind = _left_behind(module)
     exchange = left_behind or _Exchange(module.process_group, layout.world, elements)
     exchange.inner, exchange.elements, exchange.attached = inner, elements, True
+    exchange.places = {id(parameter): place for place, parameter in enumerate(trainable)}
     if not left_behind:
         module.register_comm_hook(exchange, communicate)
     return exchange

@@ -41,6 +41,17 @@ def pieces(gradient: Tensor) -> Tensor:
     return torch.cat((norms, rest.view(1)))
 
 
+def each(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """The ``pieces`` of every gradient; small ones by one kernel where the device has it.
+
+    Raises:
+        ValueError: for a sparse gradient.
+    """
+    small = [gradient for gradient in gradients if gradient.numel() <= BULK_ELEMENTS]
+    norms = iter(_bulk(small) if small else ())
+    return [next(norms) if gradient.numel() <= BULK_ELEMENTS else pieces(gradient) for gradient in gradients]
+
+
 def together(parts: Sequence[Tensor], device: torch.device) -> Tensor:
     """The norm of norms, in double precision; 0 for none."""
     scalars = [part for part in parts if part.dim() == 0]
