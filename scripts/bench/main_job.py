@@ -6,7 +6,8 @@ guess, widened until the best is interior; the other seeds run at the winner onl
 same sample order). The adaptive arm is the real main job on two ranks; fixed arms run on one rank, two at a time, which
 gives the same gradients. At equal samples the adaptive run's held-out loss is compared with the fixed arms'
 interpolated in log B at its own average batch samples/steps: it may be worse by at most twice the seed spread (the
-standard deviation over seeds of the difference's own pairs, floored by the fixed arms').
+largest standard deviation over seeds, of the difference or of any fixed arm's loss). The last column turns the loss
+into steps: the fixed batch that reaches it at the same samples.
 
     python scripts/bench/main_job.py            full: 3 seeds
     python scripts/bench/main_job.py --quick    small model, one seed, about a minute: shows that it runs
@@ -18,20 +19,23 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import math
 import os
+import shlex
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from _common import write_result
+from _common import Table, Target, verdict, write_result
 
 from adabatch.ledger import Ledger
+from adabatch.plan import steps_at
 from adabatch.runlog import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -140,6 +144,46 @@ def growth(folder: Path, decay_from: float) -> tuple[int, int, float]:
     return whole[0].global_batch, max(segment.global_batch for segment in whole), max(early)
 
 
+def equal_batch(fixed: dict[int, Outcome], loss: float) -> float | None:
+    """The fixed batch that reaches ``loss`` at the same samples, by the same interpolation; ``None`` beyond the arms."""
+    sizes = sorted(fixed)
+    for below, above in itertools.pairwise(sizes):
+        low, high = fixed[below].loss, fixed[above].loss
+        if low <= loss <= high:
+            return below * (above / below) ** ((loss - low) / (high - low))
+    return None
+
+
+def fixed_arm(batch: int) -> Arm:
+    overrides = ("policy=fixed", f"policy.global_batch={batch}", "noise=off")
+    return Arm(f"fixed-{batch}", overrides, 1e-3 * (batch / 8) ** 0.5)
+
+
+def adaptive_arm(start: int, overrides: Sequence[str]) -> Arm:
+    return Arm(f"adaptive-{start}", (f"limits.start_batch={start}", *overrides), 1e-3 * (start / 8) ** 0.5, 2)
+
+
+def against_frontier(fixed: dict[int, list[Outcome]], outcomes: Sequence[Outcome]) -> list[float]:
+    """Held-out loss of each seed's adaptive run minus that of the same seed's fixed arms at its average batch."""
+    return [
+        outcome.loss - frontier({batch: runs[seed] for batch, runs in fixed.items()}, outcome.samples / outcome.steps)
+        for seed, outcome in enumerate(outcomes)
+    ]
+
+
+def judge(start: int, fixed: dict[int, list[Outcome]], outcomes: Sequence[Outcome], decay_from: float) -> list[Target]:
+    """The targets of one adaptive arm."""
+    differences = against_frontier(fixed, outcomes)
+    spread = max(_spread(differences), *(_spread([run.loss for run in runs]) for runs in fixed.values()))
+    mean = statistics.mean(differences)
+    first, largest, early = (min(values) for values in zip(*(growth(run.folder, decay_from) for run in outcomes)))
+    return [
+        Target(f"loss against the frontier, from {start}", f"{mean:+.4f}", f"<= {2 * spread:.4f}", mean <= 2 * spread),
+        Target(f"growth from {start}", f"{largest / first:.1f}x", ">= 4x", largest >= 4 * first),
+        Target("part of it before the decay", f"{early / first:.1f}x", "> 1x", early > first),
+    ]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
@@ -148,7 +192,7 @@ def main() -> int:
     parser.add_argument("--samples", type=int, default=40_000)
     parser.add_argument("--model", default="gpt_small")
     parser.add_argument("--batches", type=int, nargs="+", default=[16, 32, 64, 128])
-    parser.add_argument("--starts", type=int, nargs="*", default=[16])
+    parser.add_argument("--starts", type=int, nargs="+", default=[16])
     parser.add_argument("adaptive", nargs="*", help="overrides of the adaptive arms")
     options = parser.parse_args()
     if options.quick:
@@ -164,62 +208,47 @@ def main() -> int:
         "checkpoint.every=null",
     ]
     bench = Bench(options.cache, common)
-    widest = 0 if options.quick else 4
-    seeds = range(options.seeds)
-
+    widest, seeds = 0 if options.quick else 4, range(options.seeds)
+    table = Table(["arm", "tuned lr", "steps", "average batch", "loss by seed", "mean", "fixed batch of equal loss"])
     fixed: dict[int, list[Outcome]] = {}
-    rates: dict[str, float] = {}
     for batch in options.batches:
-        arm = Arm(f"fixed-{batch}", ("policy=fixed", f"policy.global_batch={batch}", "noise=off"), 1e-3 * (batch / 8) ** 0.5)
-        rates[arm.name] = tune(bench, arm, widest)
-        fixed[batch] = run_all([lambda s=s: bench.run(arm, rates[arm.name], s) for s in seeds], arm)
-
-    lines = [
-        "| arm | tuned lr | steps | average batch | held-out loss (per seed) | mean | frontier at these steps | difference |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for batch, outcomes in fixed.items():
-        lines.append(
-            f"| fixed {batch} | {rates[f'fixed-{batch}']:.2e} | {outcomes[0].steps} | {batch} | "
-            f"{_losses(outcomes)} | {statistics.mean(o.loss for o in outcomes):.4f} | | |"
-        )
-    fixed_spread = max(_spread([o.loss for o in outcomes]) for outcomes in fixed.values())
-    good = True
-    verdicts = []
-    decay_from = 0.8 * options.samples
+        arm = fixed_arm(batch)
+        lr = tune(bench, arm, widest)
+        fixed[batch] = run_all([lambda seed=seed: bench.run(arm, lr, seed) for seed in seeds], arm)
+        table.add(f"fixed {batch}", f"{lr:.2e}", fixed[batch][0].steps, batch, *_losses(fixed[batch]), "")
+    targets: list[Target] = []
     for start in options.starts:
-        arm = Arm(f"adaptive-{start}", (f"limits.start_batch={start}", *options.adaptive), 1e-3 * (start / 8) ** 0.5, 2)
-        rates[arm.name] = tune(bench, arm, widest)
-        outcomes = [bench.run(arm, rates[arm.name], seed) for seed in seeds]
-        differences, averages = [], []
-        for seed, outcome in zip(seeds, outcomes):
-            averages.append(outcome.samples / outcome.steps)
-            differences.append(outcome.loss - frontier({b: runs[seed] for b, runs in fixed.items()}, averages[-1]))
-        spread = max(_spread(differences), fixed_spread)
-        first, largest, early = (min(values) for values in zip(*(growth(o.folder, decay_from) for o in outcomes)))
-        difference = statistics.mean(differences)
-        lines.append(
-            f"| adaptive from {start} | {rates[arm.name]:.2e} | {', '.join(str(o.steps) for o in outcomes)} | "
-            f"{statistics.mean(averages):.1f} | {_losses(outcomes)} | {statistics.mean(o.loss for o in outcomes):.4f} | "
-            f"{statistics.mean(o.loss for o in outcomes) - difference:.4f} | {difference:+.4f} (spread {spread:.4f}) |"
-        )
-        holds = difference <= 2 * spread and largest >= 4 * first and early > first
-        good &= holds
-        verdicts.append(
-            f"from {start}: difference {difference:+.4f} against at most {2 * spread:.4f}; batch grew {first} to "
-            f"{largest} (at least fourfold wanted), to {early} before the decay from sample {decay_from:,.0f}"
-        )
-    verdict = "; ".join(verdicts) + (" -> holds" if good else " -> falls short")
-    body = "\n".join(lines) + f"\n\nTotal cost {bench.cost / 3600:.2f} core-hours of training. Held-out spread of the " \
-        f"fixed arms over seeds: {fixed_spread:.4f}.\n\n{verdict}"
+        arm = adaptive_arm(start, options.adaptive)
+        lr = tune(bench, arm, widest)
+        outcomes = [bench.run(arm, lr, seed) for seed in seeds]
+        average = statistics.mean(outcome.samples / outcome.steps for outcome in outcomes)
+        means = {batch: _mean_of(runs) for batch, runs in fixed.items()}
+        equal = equal_batch(means, statistics.mean(outcome.loss for outcome in outcomes))
+        steps = ", ".join(str(outcome.steps) for outcome in outcomes)
+        table.add(f"adaptive from {start}", f"{lr:.2e}", steps, f"{average:.0f}", *_losses(outcomes), _equal(equal, options))
+        targets += judge(start, fixed, outcomes, 0.8 * options.samples)
+    body = (
+        f"{options.samples:,} samples, {options.model}, seeds 0 to {options.seeds - 1}; held-out loss of 2,048 samples. "
+        f"Total cost {bench.cost / 3600:.2f} core-hours of training.\n\n{table}\n\n{verdict(targets)}"
+    )
     if not options.quick:
-        write_result("main_job", "The main job against fixed batches", body, " ".join(["python", *sys.argv]))
+        command = shlex.join(["python", "scripts/bench/main_job.py", *sys.argv[1:]])
+        write_result("main_job", "The main job against fixed batches", body, command)
     print(body)
-    return 0 if good else 1
+    return 0 if all(target.holds for target in targets) else 1
 
 
-def _losses(outcomes: Sequence[Outcome]) -> str:
-    return ", ".join(f"{outcome.loss:.4f}" for outcome in outcomes)
+def _equal(batch: float | None, options: argparse.Namespace) -> str:
+    return "beyond the arms" if batch is None else f"{batch:.0f} ({steps_at(options.samples, batch)} steps)"
+
+
+def _mean_of(runs: Sequence[Outcome]) -> Outcome:
+    return replace(runs[0], loss=statistics.mean(run.loss for run in runs))
+
+
+def _losses(outcomes: Sequence[Outcome]) -> tuple[str, str]:
+    losses = [outcome.loss for outcome in outcomes]
+    return ", ".join(f"{loss:.4f}" for loss in losses), f"{statistics.mean(losses):.4f}"
 
 
 def _spread(values: Sequence[float]) -> float:
