@@ -76,8 +76,8 @@ class Scaling:
         reference_batch: global batch at which the configured learning rate, beta2 and weight decay hold.
         exponent: power of the gain for ``gain_power``: 1 for SGD, 0.5 for Adam.
         beta1, beta2, eps, weight_decay, clip: whether each companion moves with the batch. Betas and epsilon concern
-            Adam-like optimizers only; the momentum of SGD and Muon stays, and so does Adam's by default: a smaller beta1
-            lowers the curvature that a rising learning rate can bear (docs/results/beta1.md).
+            Adam-like optimizers only; the momentum of SGD and Muon stays, and so does Adam's by default (both were
+            compared in docs/results/beta1.md).
 
     Raises:
         ValueError: for an unknown rule, a reference batch below 1 or an exponent outside (0, 1].

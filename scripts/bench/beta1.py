@@ -1,11 +1,11 @@
-"""Should Adam's beta1 keep its memory in samples (beta1 ** kappa) when the batch grows? Measured: no.
+"""Should Adam's beta1 keep its memory in samples (beta1 ** kappa) when the batch grows, or stay?
 
 The language model recipe is trained adaptively with beta1 moving and with beta1 staying, everything else alike, seeds
 paired. The momentum's beta1 sets the curvature at which Adam becomes unstable, 2 (1 + beta1) / (1 - beta1) / lr (Cohen et
 al. 2022, arXiv 2207.14484): at kappa = 6 a beta1 of 0.9 becomes 0.53 and that bound falls sixfold while the learning
-rate rises by sqrt(6). The gradient then oscillates along the sharpest directions, |G|^2 rises with the batch, the noise
-scale falls, the batch is taken back, and so on. Reported: changes of the batch, reversals of direction, steps, held-out
-loss.
+rate rises by sqrt(6). The gradient would then oscillate along the sharpest directions, |G|^2 rise with the batch, the
+noise scale fall, the batch be taken back, and so on. Reported: changes of the batch, reversals of direction, steps,
+held-out loss.
 
     python scripts/bench/beta1.py [--quick]
 """

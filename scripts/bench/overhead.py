@@ -349,6 +349,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="half-width 0.02 instead of 0.005: minutes on 2 cores")
     parser.add_argument("--cells", default=",".join(CELLS), help="some of %(default)s")
+    parser.add_argument("--write", action="store_true", help="write docs/results/overhead.md with --quick, too")
     parser.add_argument("--fresh", action="store_true", help="measure anew what a stopped run has measured already")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
@@ -369,7 +370,7 @@ def main() -> int:
     body, targets = report(cells, mode)
     body += f"\n\n{time.monotonic() - begun:.0f} s, seed {SEED}."
     print(f"\n{body}\n")
-    if not options.quick:
+    if options.write or not options.quick:
         command = shlex.join(["python", "scripts/bench/overhead.py", *sys.argv[1:]])
         write_result("overhead", "Time of a step against a plain loop", f"{body}\n\n{verdict(targets)}", command)
     print(verdict(targets))
