@@ -244,18 +244,6 @@ class NoiseEstimator:
         return total[VARIANCE] / total[STEPS] / signal / signal / self.relative_error**2 / batch
 
 
-def data_efficiency(batch: float, scale: float) -> float:
-    """1 / (1 + batch / scale): the share of samples that a tiny batch would have needed. 1 when ``scale`` is inf."""
-    _check_efficiency(batch, scale)
-    return scale / (scale + batch) if scale < math.inf else 1.0
-
-
-def step_efficiency(batch: float, scale: float) -> float:
-    """1 / (1 + scale / batch): the share of steps that a huge batch would have needed. 0 when ``scale`` is inf."""
-    _check_efficiency(batch, scale)
-    return batch / (batch + scale)
-
-
 @lru_cache(maxsize=1024)
 def student_quantile(probability: float, freedom: float) -> float:
     """The quantile of Student's t for 0.5 <= ``probability`` < 1 and ``freedom`` >= 1, not necessarily whole.
@@ -393,8 +381,3 @@ def _cosine_power_integral(angle: float, power: float) -> float:
     """The integral of cos^power from 0 to ``angle``, by Simpson's rule in 64 pieces."""
     inner = math.fsum((4.0 if i % 2 else 2.0) * math.cos(i * angle / 64) ** power for i in range(1, 64))
     return (1.0 + inner + math.cos(angle) ** power) * angle / 192.0
-
-
-def _check_efficiency(batch: float, scale: float) -> None:
-    if not (batch > 0.0 and scale >= 0.0):
-        raise ValueError(f"an efficiency needs a batch above 0 and a scale of at least 0, got {batch=} {scale=}")

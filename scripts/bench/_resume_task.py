@@ -4,7 +4,7 @@ Each sample carries its index and the seed that it was made from. The backward p
 ``$RESUME_TRACE-<rank>``, so that what went through the model is known without any of the library's own counters. The
 file also has a line for each phase that the rank enters, which tells where a kill hit.
 
-    RESUME_TRACE=/tmp/trace torchrun ... scripts/bench/_resume_task.py stop.samples=2000 ...
+    RESUME_TRACE=trace torchrun ... scripts/bench/_resume_task.py stop.samples=2000 ...
 """
 
 from __future__ import annotations
