@@ -173,7 +173,8 @@ class Controller:
     def due(self) -> bool:
         """Whether committing the current plan reads the device, to decide or to look for skipped windows.
 
-        An open-loop policy that changes the batch on another step reads it then, too.
+        Then the window's numbers are better exchanged at once: ``window.finish(..., exchange=controller.due)``. An
+        open-loop policy that changes the batch on another step reads the device then, too.
         """
         return self.progress.samples + self.plan().global_batch >= self._due_at
 

@@ -35,6 +35,9 @@ _UNSPEAKABLE = -1
 _owned = False
 _begun = 0
 
+# torch 2.13 gave it a new name and deprecates the old one.
+_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 # Waits for something that was begun.
 Wait = Callable[[], None]
 
@@ -129,21 +132,26 @@ def all_reduce_sum(tensor: torch.Tensor, group: dist.ProcessGroup | None = None)
     return tensor
 
 
-def start_sum(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> Wait:
-    """Begin to sum ``tensor`` over the ranks in place; the sum is there when the returned function was called.
+def start_gather(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> tuple[torch.Tensor, Wait]:
+    """Begin to collect ``tensor``, of the same shape on all ranks, on every rank.
+
+    Returns:
+        A tensor (ranks, *shape), and a function; the tensor is filled when that was called.
 
     Raises:
         RuntimeError: from the returned function, when another rank did not come within the timeout.
     """
     if size(group) == 1:
-        return _nothing
-    work = dist.all_reduce(tensor, group=group, async_op=True)
+        return tensor.unsqueeze(0), _nothing
+    gathered = tensor.new_empty((size(group), *tensor.shape))
+    # gloo takes the ranks' tensors one behind the other only, not stacked.
+    work = _gather_single(gathered.view(-1), tensor.reshape(-1), group=group, async_op=True)
 
     def wait() -> None:
-        with _explained("start_sum"):
+        with _explained("start_gather"):
             work.wait()
 
-    return wait
+    return gathered, wait
 
 
 def barrier(group: dist.ProcessGroup | None = None) -> None:

@@ -3,7 +3,7 @@
     while not controller.done:
         plan = controller.plan()                        which samples, how split, at which scales
         accumulate: one forward/backward a micro-batch  no synchronisation before the last
-        finish: normalise once, measure, clip           one small collective
+        finish: normalise once, measure, clip           one small collective, shared by several steps
         apply(plan), optimizer step                     skipped when the gradient is not finite
         controller.commit(plan, measurement)            the ledger grows; the next batch is decided
         log | evaluate | save | stop                    at step or sample counts that all ranks share
@@ -39,6 +39,9 @@ from adabatch.runlog import RunLog
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
+# Numbers of several steps travel over the ranks together, but no later than this after a rank was told to stop.
+PATIENCE_SECONDS = 0.5
+
 # Reasons for which a run ends for good; any other is the name of a signal.
 ENDS = ("budget", "seconds", "loss")
 
@@ -63,7 +66,7 @@ class Settings:
         log_every: steps between two records.
         evaluate_every: samples between two held-out evaluations; ``None`` evaluates at the end only.
         save_every: samples between two checkpoints; ``None`` saves at the end only.
-        max_seconds: training seconds after which the run stops, two steps later at most.
+        max_seconds: training seconds after which the run stops, two steps or half a second later.
         target_loss: held-out loss at or below which the run stops.
         clip_norm: gradient-norm threshold at the reference batch.
         precision: ``fp32``, ``bf16`` or ``fp16``.
@@ -213,6 +216,8 @@ class Trainer:
     carried_out: BatchPlan | None = None
     outcome: gradients.Outcome | None = None
     evaluated_at: int | None = None
+    pause: int = 1
+    kept_back: int = 0
 
     def train(self) -> str:
         """Run until the budget is used up or something stops the run; returns the reason.
@@ -269,7 +274,9 @@ class Trainer:
             return "budget"
         before = self.controller.progress.samples
         plan = self.controller.plan()
-        previous, outcome = self.outcome, self._step(plan, interrupt)
+        # Asked for a stop one step late: by then the answer is there, and the host need not wait for the step just run.
+        previous = self.outcome if self.outcome is not None and self.outcome.measurement.travelled else None
+        outcome = self._step(plan, interrupt)
         self.carried_out, self.outcome = plan, outcome
         decision = self.controller.commit(plan, outcome.measurement)
         self.meter.add(outcome.measurement)
@@ -281,7 +288,6 @@ class Trainer:
             loss = self.evaluate()["loss"]
             if self.settings.target_loss is not None and loss <= self.settings.target_loss:
                 return "loss"
-        # Asked one step late: by then the answer is there, and the host need not wait for the step just run.
         if previous is not None and previous.stop_requested() and not self.controller.done:
             # Without a word of its own, rank 0 stops because another rank was told to.
             return distributed.agree(interrupt.received or ("seconds" if self._out_of_time() else signal.SIGTERM.name))
@@ -307,11 +313,29 @@ class Trainer:
             self.optimizer,
             max_norm=clip_norm * plan.scales.clip if clip_norm else None,
             scaler=self.scaler,
+            exchange=self._exchanges(),
+            pause=self._patience(),
         )
         optimizers.apply(plan, self.optimizer)
         outcome.step()
         self.optimizer.zero_grad()
         return outcome
+
+    def _exchanges(self) -> bool:
+        """Whether this step's numbers travel now: they are read after it, or a word to stop has waited long enough."""
+        self.kept_back += 1
+        logged = (self.controller.progress.steps + 1) % self.settings.log_every == 0
+        if logged or self.kept_back >= self.pause or self.controller.due:
+            self.kept_back = 0
+            return True
+        return False
+
+    def _patience(self) -> int:
+        """Steps that may pass between two exchanges by this rank's clock; all ranks take rank 0's, at each record."""
+        samples, seconds = self.last_record
+        steps = planning.steps_at(self.controller.progress.samples - samples, self.controller.batch)
+        elapsed = self.clock.seconds() - seconds
+        return max(1, min(self.settings.log_every, int(PATIENCE_SECONDS * steps / max(elapsed, 1e-9))))
 
     def _out_of_time(self) -> bool:
         """Rank 0's clock decides; the stop flag rides in the step's collective."""
@@ -394,6 +418,7 @@ class Trainer:
         samples, seconds = self.last_record
         self.last_record = (where["samples"], where["seconds"])
         last = outcome.measurement.read()
+        self.pause = max(1, outcome.measurement.pause)
         self.log.step(
             {
                 **where,

@@ -8,7 +8,8 @@ Fieller's interval. Everything here is pure; the state is a dict of numbers and 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -26,6 +27,8 @@ SIZING = 8
 COARSE = 0.25
 # Squared norms above this are no measurement: sums of their squares would leave the range of floats.
 LARGEST = 1e120
+# The name of the view that every measurement has.
+EUCLIDEAN = "euclidean"
 
 # A block holds sums over neighbouring windows: of N, 1, N G^2, N S and a reading of the variance of N G^2.
 SAMPLES, STEPS, SIGNAL, NOISE, VARIANCE = range(5)
@@ -51,6 +54,7 @@ class Measurement:
         weight: sum of the loss weights (samples, or tokens when the loss is a mean over tokens).
         loss: weighted mean loss of the window.
         finite: False when the window was skipped, and there is nothing to average.
+        views: |g_bar|^2 and sum(p_k^2 |g_k|^2) in other lengths of a gradient than the Euclidean one, by name.
     """
 
     samples: int
@@ -61,6 +65,7 @@ class Measurement:
     weight: float
     loss: float
     finite: bool = True
+    views: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
     def signal(self) -> float:
@@ -81,6 +86,14 @@ class Measurement:
         """Whether there are two groups to compare, and finite numbers to compare them by."""
         comparable = self.finite and self.groups >= 2 and self.weight_square < 1.0
         return comparable and self.samples * (self.mean_square + self.group_square) < LARGEST
+
+    def seen_in(self, view: str) -> Measurement:
+        """The same window measured by another length; nothing to average when it was not measured by that one."""
+        if view == EUCLIDEAN:
+            return self
+        mean_square, group_square = self.views.get(view, (0.0, 0.0))
+        groups = self.groups if view in self.views else 0
+        return replace(self, mean_square=mean_square, group_square=group_square, groups=groups, views={})
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +120,7 @@ class Estimate:
     samples: int
     steps: int
     memory: int
-    geometry: str = "euclidean"
+    geometry: str = EUCLIDEAN
 
     def to_dict(self) -> dict[str, Any]:
         """A dict for JSON, which has no infinity: ``inf`` is written as None."""
@@ -152,7 +165,7 @@ class NoiseEstimator:
         confidence: float = 0.95,
         horizon: int | None = None,
         dataset_size: int | None = None,
-        geometry: str = "euclidean",
+        geometry: str = EUCLIDEAN,
     ) -> None:
         for name, value in (("relative_error", relative_error), ("confidence", confidence)):
             if not 0.0 < value < 1.0:

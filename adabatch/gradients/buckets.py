@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,11 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from adabatch import distributed
-from adabatch.distributed import Wait
 from adabatch.gradients.layout import Layout
 from adabatch.gradients.norms import each, together
-from adabatch.gradients.statistics import GROUP_SQUARE
+from adabatch.gradients.rulers import Ruler, summed
 
 CommunicationHook = Callable[[Any, dist.GradBucket], torch.futures.Future]
 
@@ -31,12 +29,11 @@ class _Exchange:
         attached: whether a tap uses it; DDP cannot unregister a hook, so it stays behind as a plain all-reduce.
         measuring: whether norms are taken.
         summing: whether the division by the world size is left to the caller, who divides anyhow.
-        places: each trainable parameter's number, by identity.
-        parts, seen: norms by parameter, and real numbers, taken in this window's first synchronisation.
+        places: each trainable parameter's number in the layout, by identity.
+        rulers: views beside the Euclidean one.
+        parts, views, seen: norms by parameter, squared lengths by ruler and parameter, and real numbers, taken in this
+            window's first synchronisation.
         synchronised: synchronisations since the window began.
-        numbers: a vector to sum over the ranks right behind the last bucket, so that nobody waits for it separately;
-            its first element becomes the squared norm.
-        travel: its way over the ranks.
     """
 
     group: dist.ProcessGroup
@@ -47,26 +44,33 @@ class _Exchange:
     attached: bool = False
     measuring: bool = False
     summing: bool = False
+    rulers: tuple[Ruler, ...] = ()
     parts: dict[int, Tensor] = field(default_factory=dict)
+    views: list[dict[int, Tensor]] = field(default_factory=list)
     seen: int = 0
     synchronised: int = 0
-    numbers: Tensor | None = None
-    travel: Wait | None = None
 
     def forget(self) -> None:
-        self.parts.clear()
+        self.parts = {}
+        self.views = [{} for _ in self.rulers]
         self.seen = self.synchronised = 0
-        self.numbers = self.travel = None
 
-    def square(self) -> Tensor:
-        """Squared norm of this rank's gradient, from all buckets seen, the same whatever was in which bucket."""
-        parts = [self.parts[place] for place in sorted(self.parts)]
-        return together(parts, parts[0].device).square()
+    def squares(self) -> Tensor:
+        """Squared lengths of this rank's gradient, (views,), from all buckets seen, whatever was in which bucket."""
+        parts = _in_order(self.parts)
+        square = together(parts, parts[0].device).square()
+        return torch.stack([square, *(summed(_in_order(view), square.device) for view in self.views)])
 
     def take(self, bucket: dist.GradBucket) -> None:
-        """Take norms, gradient by gradient: DDP fills its buckets anew after the first step of every launch."""
-        places = (self.places[id(parameter)] for parameter in bucket.parameters())
-        self.parts.update(zip(places, each(bucket.gradients()), strict=True))
+        """Take lengths, gradient by gradient: DDP fills its buckets anew after the first step of every launch."""
+        places = [self.places[id(parameter)] for parameter in bucket.parameters()]
+        gradients = bucket.gradients()
+        self.parts.update(zip(places, each(gradients), strict=True))
+        for ruler, view in zip(self.rulers, self.views):
+            for place, gradient in zip(places, gradients):
+                square = ruler.square(place, gradient)
+                if square is not None:
+                    view[place] = square
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future:
         """The bucket's way over the ranks: the user's, or DDP's own, which multiplies by 1/world before the sum."""
@@ -78,12 +82,6 @@ class _Exchange:
             buffer.mul_(1.0 / self.world)
         return dist.all_reduce(buffer, group=self.group, async_op=True).get_future().then(_first)
 
-    def depart(self) -> None:
-        """Send the numbers after the last bucket."""
-        if self.measuring:
-            self.numbers[GROUP_SQUARE] = self.square()
-        self.travel = distributed.start_sum(self.numbers, self.group)
-
 
 def communicate(exchange, bucket):  # no annotations: DDP compares them with classes, and these would be strings
     """DDP's communication hook: take the norm of this rank's bucket, then let it be summed over the ranks."""
@@ -94,8 +92,6 @@ def communicate(exchange, bucket):  # no annotations: DDP compares them with cla
     future = exchange.reduce(bucket)
     if bucket.is_last():
         exchange.synchronised += 1
-        if exchange.numbers is not None and exchange.travel is None:
-            exchange.depart()
     return future
 
 
@@ -106,13 +102,18 @@ class BucketSource:
     groups = "one group per rank"
     by_rank = True
 
-    def __init__(self, layout: Layout, inner: tuple[Any, CommunicationHook] | None = None) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        inner: tuple[Any, CommunicationHook] | None = None,
+        rulers: Sequence[Ruler] = (),
+    ) -> None:
         _require_ranks(layout, inner)
         self._layout = layout
         self._summing = False
         for module in layout.parallel:
             _require_free(module)
-        self._exchanges = [_exchange(module, layout, inner) for module in layout.parallel]
+        self._exchanges = [_exchange(module, layout, inner, tuple(rulers)) for module in layout.parallel]
 
     @property
     def measuring(self) -> bool:
@@ -150,31 +151,20 @@ class BucketSource:
                 "inside window.micro_batch() (DDP decides in the forward pass)"
             )
 
-    @property
-    def carries(self) -> bool:
-        """Whether a vector can travel behind the last bucket. Of several modules, any may have the last one."""
-        return len(self._exchanges) == 1
-
-    def carry(self, numbers: Tensor) -> None:
-        """Take a vector along behind the last bucket of the coming backward, the squared norm put in."""
-        self._exchanges[0].numbers = numbers
-
-    def collect(self) -> tuple[Tensor | None, Wait | None]:
-        """Squared norm of this rank's accumulated gradient (``None`` when not measured), and what waits for the vector
-        that was carried, if one was.
+    def collect(self) -> Tensor | None:
+        """Squared lengths of this rank's accumulated gradient, (views,); ``None`` when not measured.
 
         Raises:
             ValueError: when the communication hook did not fire once for all parameters in this window.
         """
         for exchange in self._exchanges:
             _require_one_synchronisation(exchange)
-        travel = self._exchanges[0].travel
-        square = None
-        if travel is None and self._exchanges[0].measuring:
-            square = torch.stack([exchange.square() for exchange in self._exchanges]).sum()
+        squares = None
+        if self.measuring:
+            squares = torch.stack([exchange.squares() for exchange in self._exchanges]).sum(0)
         for exchange in self._exchanges:
             exchange.forget()
-        return square, travel
+        return squares
 
     def detach(self) -> None:
         """Leave plain all-reduces behind: DDP has no way to take a communication hook off."""
@@ -220,7 +210,10 @@ def _require_one_synchronisation(exchange: _Exchange) -> None:
 
 
 def _exchange(
-    module: DistributedDataParallel, layout: Layout, inner: tuple[Any, CommunicationHook] | None
+    module: DistributedDataParallel,
+    layout: Layout,
+    inner: tuple[Any, CommunicationHook] | None,
+    rulers: tuple[Ruler, ...],
 ) -> _Exchange:
     """The module's exchange: the one that a former tap left behind, or a newly registered one."""
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -228,7 +221,8 @@ def _exchange(
     left_behind = _left_behind(module)
     exchange = left_behind or _Exchange(module.process_group, layout.world, elements)
     exchange.inner, exchange.elements, exchange.attached = inner, elements, True
-    exchange.places = {id(parameter): place for place, parameter in enumerate(trainable)}
+    exchange.rulers = rulers
+    exchange.places = {id(parameter): place for place, parameter in enumerate(layout.parameters)}
     if not left_behind:
         module.register_comm_hook(exchange, communicate)
     return exchange
@@ -250,6 +244,10 @@ def _require_free(module: DistributedDataParallel) -> None:
             f"this DistributedDataParallel module has the communication hook {name!r} already, and DDP takes only one; "
             f"do not register it, hand it over as attach(model, comm_hook=(state, hook)), or use kind='hooks'"
         )
+
+
+def _in_order(by_place: dict[int, Tensor]) -> list[Tensor]:
+    return [by_place[place] for place in sorted(by_place)]
 
 
 def _reals(tensor: Tensor) -> int:

@@ -6,7 +6,7 @@ where it is this rank's own, and also when a parameter is used in several places
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 import torch
@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from adabatch.gradients.layout import HALF, Layout
 from adabatch.gradients.norms import pieces, together
+from adabatch.gradients.rulers import Ruler, summed
 
 # On a GPU every norm is a kernel launch, so small gradients are held until their micro-batch ends and taken by one.
 # Held ones are bounded in all: 4 MB in single precision. On a CPU holding buys nothing (measured), it costs a copy.
@@ -27,17 +28,18 @@ class HookSource:
     kind = "hooks"
     groups = "one group per micro-batch of every rank"
     by_rank = False
-    carries = False
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, rulers: Sequence[Ruler] = ()) -> None:
         self._layout = layout
+        self._rulers = tuple(rulers)
         self._held_from = _held(layout)
         self._handles: list[RemovableHandle] = []
         self._seen = bytearray(len(layout.parameters))
         self._repeated: int | None = None
         self._parts: list[Tensor] = []
         self._held: list[Tensor] = []
-        self._square: Tensor | None = None
+        self._views: list[list[Tensor]] = [[] for _ in self._rulers]
+        self._squares: Tensor | None = None
 
     @property
     def measuring(self) -> bool:
@@ -63,7 +65,7 @@ class HookSource:
     def open(self, summing: bool = False) -> None:
         """Begin a window: forget what was seen outside of it. The sum over ranks is DDP's business here."""
         self._forget()
-        self._square = None
+        self._squares = None
 
     def close_micro_batch(self, weight: float | Tensor, last: bool | None = None) -> None:
         """Take in the micro-batch whose backward is done; one of weight 0 is no group.
@@ -86,39 +88,40 @@ class HookSource:
                 f"before backward"
             )
         if not _is_zero(weight):
-            norm = self._norm()
-            self._square = norm.square() if self._square is None else self._square + norm.square()
+            squares = self._lengths()
+            self._squares = squares if self._squares is None else self._squares + squares
         self._forget()
 
-    def carry(self, numbers: Tensor) -> None:
-        """Never called: the last norms are there after backward, when the gradients are on their way already."""
-        raise AssertionError("hooks carry nothing")
-
-    def collect(self) -> tuple[Tensor | None, None]:
-        """Sum of the squared norms of the window's group gradients on this rank; ``None`` when not measured."""
-        square, self._square = self._square, None
-        if self.measuring and square is None:
-            square = torch.zeros((), dtype=torch.float64, device=self._layout.device)
-        return square, None
+    def collect(self) -> Tensor | None:
+        """Squared lengths, (views,), summed over the window's groups on this rank; ``None`` when not measured."""
+        squares, self._squares = self._squares, None
+        if self.measuring and squares is None:
+            squares = torch.zeros(1 + len(self._rulers), dtype=torch.float64, device=self._layout.device)
+        return squares
 
     def detach(self) -> None:
         """Remove every hook."""
         self.measure(False)
 
-    def _norm(self) -> Tensor:
+    def _lengths(self) -> Tensor:
+        """Squared lengths of the micro-batch's gradient, (views,)."""
         parts = self._parts
         if self._held:
             parts = [*parts, *torch._foreach_norm(self._held, 2, _accumulator(self._held[0].dtype))]
-        return together(parts, self._layout.device)
+        square = together(parts, self._layout.device).square()
+        return torch.stack([square, *(summed(squares, self._layout.device) for squares in self._views)])
 
     def _forget(self) -> None:
         self._seen[:] = bytes(len(self._seen))
         self._repeated = None
         self._parts.clear()
         self._held.clear()
+        for squares in self._views:
+            squares.clear()
 
     def _hook(self, index: int) -> Callable[[Tensor], None]:
         seen, parts, held = self._seen, self._parts, self._held
+        views = list(zip(self._rulers, self._views))
         hold = index in self._held_from
 
         def hook(gradient: Tensor) -> None:
@@ -130,6 +133,10 @@ class HookSource:
                 held.append(gradient)
             else:
                 parts.append(pieces(gradient))
+            for ruler, squares in views:
+                square = ruler.square(index, gradient)
+                if square is not None:
+                    squares.append(square)
 
         return hook
 

@@ -60,6 +60,8 @@ class Layout:
         alike: the trainable parameters by dtype.
         group, rank, world: the process group that synchronises the gradients, and this process in it.
         device: where all parameters live.
+        sharded: whether ``.grad`` holds only this rank's shard.
+        replicas: on how many ranks each shard lives.
     """
 
     parallel: tuple[DistributedDataParallel, ...]
@@ -72,6 +74,8 @@ class Layout:
     rank: int
     world: int
     device: torch.device
+    sharded: bool = False
+    replicas: int = 1
 
 
 def survey(model: nn.Module) -> Layout:

@@ -50,7 +50,8 @@ class Outcome:
     def stop_requested(self) -> bool:
         """Whether any rank asked to stop, the same on all ranks; waits for the device on the first call.
 
-        Ask one window later to wait for nothing that is not long done.
+        Ask one window later to wait for nothing that is not long done, and only a window whose numbers have
+        ``travelled``: for any other this is a collective.
         """
         return self.measurement.stop
 

@@ -9,13 +9,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from adabatch.distributed import Wait
+from adabatch.gradients.outbox import Copy, Letter
 from adabatch.noise import Measurement
 
-# What is summed over the ranks, in double precision.
-GROUP_SQUARE, WEIGHT, WEIGHT_SQUARE, SAMPLES, GROUPS, LOSS, STOP = range(7)
-# What joins it afterwards, the same on every rank.
-NORM, SCALE = 7, 8
+# What is summed over the ranks, in double precision. The squared lengths come last: of the groups in every view, and
+# where the ranks hold shards of the mean gradient, of those shards.
+WEIGHT, WEIGHT_SQUARE, SAMPLES, GROUPS, LOSS, STOP, PAUSE, SQUARES = range(8)
 
 
 @dataclass(slots=True)
@@ -25,13 +24,13 @@ class Tally:
     Attributes:
         samples: independent units so far.
         weights: loss weight of each micro-batch; tensors stay on the device.
-        loss: sum of weight times mean loss, on the device; ``None`` while no loss was given.
+        loss: sum of weight times mean loss, on the device where that is not the CPU; ``None`` while no loss was given.
     """
 
     device: torch.device
     samples: int = 0
     weights: list[float | Tensor] = field(default_factory=list)
-    loss: Tensor | None = None
+    loss: float | Tensor | None = None
 
     def add(self, samples: int, weight: float | Tensor, loss: Tensor | None) -> None:
         """Count one micro-batch. A loss of weight 0 is left out: a mean over nothing is not a number."""
@@ -39,12 +38,18 @@ class Tally:
         self.weights.append(weight)
         if loss is None:
             return
-        if self.loss is None:
-            self.loss = torch.zeros((), dtype=torch.float64, device=self.device)
-        if isinstance(weight, Tensor):
-            self.loss += torch.where(weight > 0, loss.double() * weight, 0.0)
-        elif weight > 0:
-            self.loss.add_(loss, alpha=weight)
+        if free_to_ask(self.device):
+            share = loss.item() * weight if weight > 0 else 0.0
+        elif isinstance(weight, Tensor):
+            share = torch.where(weight > 0, loss.double() * weight, 0.0)
+        else:
+            share = loss.double() * weight if weight > 0 else 0.0
+        self.loss = share if self.loss is None else self.loss + share
+
+
+def free_to_ask(device: torch.device) -> bool:
+    """Whether the host may ask for a number without waiting for anything; then numbers are cheaper than tensors."""
+    return device.type == "cpu"
 
 
 def checked(samples: int, weight: float | Tensor | None) -> float | Tensor:
@@ -65,64 +70,51 @@ def checked(samples: int, weight: float | Tensor | None) -> float | Tensor:
     return weight
 
 
-def summarise(tally: Tally, *, measured: bool, by_rank: bool, stop: bool) -> Tensor:
-    """This rank's numbers, a vector in double precision on the device, without waiting for it; no squared norm yet.
+def summarise(
+    tally: Tally, squares: Tensor | None, *, views: int, by_rank: bool, stop: bool, pause: int
+) -> list[float | Tensor]:
+    """This rank's numbers, in the order of this module's constants, without waiting for the device.
 
     Args:
-        measured: whether a squared norm will be put in; without it there are no groups.
+        squares: squared lengths of this rank's group gradients, (views,); ``None`` when there are no groups.
         by_rank: whether the rank is one group, or each of its micro-batches.
         stop: whether this rank asks all to stop.
+        pause: windows that may pass before the next numbers travel, as rank 0 wishes; 0 on the others.
     """
-    if any(isinstance(weight, Tensor) for weight in tally.weights):
-        numbers = _summary_on_device(tally, by_rank)
+    weights = tally.weights
+    if any(isinstance(weight, Tensor) for weight in weights):
+        zero = torch.zeros((), dtype=torch.float64, device=tally.device)
+        stacked = torch.stack([zero + weight for weight in weights])
+        stacked = stacked.sum().reshape(1) if by_rank else stacked
+        counted = [stacked.sum(), stacked.square().sum(), (stacked > 0).sum()]
     else:
-        numbers = _summary_on_host(tally, by_rank)
-    if not measured:
-        numbers[GROUPS] = 0.0
-    numbers[LOSS] = math.nan if tally.loss is None else tally.loss
-    if stop:
-        numbers[STOP] = 1.0
-    return numbers
+        weights = [sum(weights)] if by_rank else weights
+        counted = [sum(weights), sum(weight * weight for weight in weights), sum(weight > 0 for weight in weights)]
+    groups = counted[2] if squares is not None else 0.0
+    loss = math.nan if tally.loss is None else tally.loss
+    numbers = [counted[0], counted[1], float(tally.samples), groups, loss, float(stop), float(pause)]
+    return numbers + ([0.0] * views if squares is None else entries(squares))
 
 
-def _summary_on_host(tally: Tally, by_rank: bool) -> Tensor:
-    weights = [sum(tally.weights)] if by_rank else tally.weights
-    numbers = [0.0] * 7
-    numbers[WEIGHT] = sum(weights)
-    numbers[WEIGHT_SQUARE] = sum(weight * weight for weight in weights)
-    numbers[SAMPLES] = tally.samples
-    numbers[GROUPS] = sum(weight > 0 for weight in weights)
-    return _sent(numbers, tally.device)
-
-
-def _summary_on_device(tally: Tally, by_rank: bool) -> Tensor:
-    zero = torch.zeros((), dtype=torch.float64, device=tally.device)
-    weights = torch.stack([zero + weight for weight in tally.weights])
-    weights = weights.sum().reshape(1) if by_rank else weights
-    numbers = torch.zeros(7, dtype=torch.float64, device=tally.device)
-    numbers[WEIGHT] = weights.sum()
-    numbers[WEIGHT_SQUARE] = weights.square().sum()
-    numbers[SAMPLES] = float(tally.samples)
-    numbers[GROUPS] = (weights > 0).sum()
-    return numbers
-
-
-def _sent(numbers: Sequence[float], device: torch.device) -> Tensor:
-    """Numbers as a vector on the device. To a GPU they travel from pinned memory: from other memory the host waits."""
-    if device.type != "cuda":
-        return torch.tensor(numbers, dtype=torch.float64, device=device)
-    return torch.tensor(numbers, dtype=torch.float64, pin_memory=True).to(device, non_blocking=True)
+def entries(vector: Tensor) -> list[float | Tensor]:
+    """The elements of a vector: numbers where asking is free, scalars on the device elsewhere."""
+    return vector.tolist() if free_to_ask(vector.device) else list(vector.unbind())
 
 
 class Pending:
-    """One window's measurement, still on the device and on its way: ``read`` waits for it, nothing else does."""
+    """One window's measurement, still on the device and on its way: ``read`` waits for it, nothing else does.
+
+    A window whose numbers were kept back (``finish(exchange=False)``) sends them when it is first read, together with
+    all others that wait: then every rank must read, at the same point of its program.
+    """
 
     def __init__(
         self,
-        numbers: Tensor,
-        arrive: Wait,
-        facts: Sequence[Tensor],
+        letter: Letter,
+        norm: Tensor,
         *,
+        views: Sequence[tuple[str, Tensor]] = (),
+        scale: Tensor | None = None,
         share: float,
         over_weight: bool,
         planned: tuple[int, int] | None = None,
@@ -130,28 +122,24 @@ class Pending:
     ) -> None:
         """
         Args:
-            numbers: the vector that is summed over the ranks, and what waits for the sum.
-            facts: scalars that all ranks have: the norm of the mean gradient, and the loss scale if there is one.
+            letter: the numbers that are summed over the ranks.
+            norm: norm of the mean gradient, which all ranks have.
+            views: squared length of the mean gradient in every view that follows the Euclidean one, by name.
+            scale: the loss scale, if there is one.
             share: what a group's gradient is multiplied by to be its part p_k g_k of the mean gradient.
             over_weight: whether that is to be divided by the window's weight, which only the sum tells.
             planned: step and global batch of the plan that was to be carried out, if there was one.
             assumed: whether the gradient was divided by the planned samples, as the weights seemed to be samples.
         """
+        self._letter = letter
+        self._views = [name for name, _ in views]
+        facts = [norm, torch.ones_like(norm) if scale is None else scale, *(square for _, square in views)]
+        self._facts = Copy(torch.stack(facts))
         self._share = share
         self._over_weight = over_weight
         self._planned = planned
         self._assumed = assumed
-        self._values: list[float] | None = None
-        if numbers.device.type == "cuda":
-            # There the wait is the stream's. Copied as soon as it is there, so that reading waits for this window and
-            # not for what was queued after.
-            arrive()
-            copy = torch.empty(len(numbers) + len(facts), dtype=numbers.dtype, pin_memory=True)
-            copy.copy_(torch.cat((numbers, torch.stack(list(facts)))), non_blocking=True)
-            copied = torch.cuda.Event()
-            copied.record()
-            numbers, arrive, facts = copy, copied.synchronize, ()
-        self._numbers, self._arrive, self._facts = numbers, arrive, facts
+        self._measurement: Measurement | None = None
 
     def read(self) -> Measurement:
         """The measurement; waits for the device on the first call.
@@ -162,22 +150,43 @@ class Pending:
             ValueError: when the window's samples, over all ranks, were not the plan's, or some micro-batches had
                 weights of their own and others not.
         """
-        values = self.values()
-        self._require_planned(round(values[SAMPLES]), values[WEIGHT])
-        weight = values[WEIGHT]
+        if self._measurement is None:
+            self._measurement = self._made()
+        return self._measurement
+
+    @property
+    def travelled(self) -> bool:
+        """Whether the numbers have been sent, so that reading them is no collective; the same on every rank."""
+        return self._letter.travelled
+
+    @property
+    def stop(self) -> bool:
+        """Whether any rank asked to stop; waits for the device on the first call."""
+        return self._letter.read()[STOP] > 0
+
+    @property
+    def pause(self) -> int:
+        """Windows that may pass before the next numbers travel, as rank 0 wishes."""
+        return round(self._letter.read()[PAUSE])
+
+    def _made(self) -> Measurement:
+        numbers = self._letter.read()
+        norm, scale, *mean_squares = self._facts.read()
+        weight = numbers[WEIGHT]
+        self._require_planned(round(numbers[SAMPLES]), weight)
         share = self._share / (weight or math.nan) if self._over_weight else self._share
-        scale = values[SCALE] if len(values) > SCALE else 1.0
-        group_square = values[GROUP_SQUARE] * (share / scale) ** 2
-        measured = math.isfinite(group_square)
+        group_squares = [square * (share / scale) ** 2 for square in numbers[SQUARES : SQUARES + 1 + len(mean_squares)]]
+        measured = all(map(math.isfinite, group_squares))
         return Measurement(
-            samples=round(values[SAMPLES]),
-            groups=round(values[GROUPS]) if measured else 0,
-            mean_square=values[NORM] * values[NORM],
-            group_square=group_square if measured else 0.0,
-            weight_square=values[WEIGHT_SQUARE] / (weight * weight or math.nan),
+            samples=round(numbers[SAMPLES]),
+            groups=round(numbers[GROUPS]) if measured else 0,
+            mean_square=norm * norm,
+            group_square=group_squares[0] if measured else 0.0,
+            weight_square=numbers[WEIGHT_SQUARE] / (weight * weight or math.nan),
             weight=weight,
-            loss=values[LOSS] / (weight or math.nan),
-            finite=math.isfinite(values[NORM]),
+            loss=numbers[LOSS] / (weight or math.nan),
+            finite=math.isfinite(norm),
+            views=dict(zip(self._views, zip(mean_squares, group_squares[1:]))) if measured else {},
         )
 
     def _require_planned(self, samples: int, weight: float) -> None:
@@ -192,15 +201,3 @@ class Pending:
                 f"the window of step {step} has weight {weight} in {samples} samples: some of its micro-batches were "
                 f"given a weight and others not; give it to backward() in all of them, on all ranks, or in none"
             )
-
-    @property
-    def stop(self) -> bool:
-        """Whether any rank asked to stop; waits for the device on the first call."""
-        return self.values()[STOP] > 0
-
-    def values(self) -> list[float]:
-        """The raw numbers, in the order of this module's constants."""
-        if self._values is None:
-            self._arrive()
-            self._values = self._numbers.tolist() + [fact.item() for fact in self._facts]
-        return self._values

@@ -12,6 +12,7 @@ For trainers that own backward, synchronisation, clipping and the step:
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Protocol, Self
 
 import torch
@@ -23,13 +24,15 @@ from adabatch.gradients.buckets import BucketSource, CommunicationHook
 from adabatch.gradients.hooks import HookSource
 from adabatch.gradients.layout import Layout
 from adabatch.gradients.norms import gradient_norm
-from adabatch.gradients.statistics import GROUP_SQUARE, Pending, Tally, checked, summarise
+from adabatch.gradients.outbox import Letter, Outbox
+from adabatch.gradients.rulers import Ruler, lengths
+from adabatch.gradients.statistics import SQUARES, Pending, Tally, checked, entries, summarise
 
 KINDS = ("auto", "hooks", "ddp")
 
 
 class Source(Protocol):
-    """Where the group gradients' norms come from; see ``hooks.HookSource`` and ``buckets.BucketSource``."""
+    """Where the group gradients' lengths come from; see ``hooks.HookSource`` and ``buckets.BucketSource``."""
 
     kind: str
     groups: str
@@ -38,14 +41,11 @@ class Source(Protocol):
     @property
     def measuring(self) -> bool: ...
     @property
-    def carries(self) -> bool: ...
-    @property
     def reduction(self) -> int: ...
     def measure(self, on: bool) -> None: ...
     def open(self, summing: bool = False) -> None: ...
     def close_micro_batch(self, weight: float | Tensor, last: bool | None = None) -> None: ...
-    def carry(self, numbers: Tensor) -> None: ...
-    def collect(self) -> tuple[Tensor | None, distributed.Wait | None]: ...
+    def collect(self) -> Tensor | None: ...
     def detach(self) -> None: ...
 
 
@@ -55,21 +55,28 @@ class Tap:
     Attributes:
         model: the module that was handed over.
         layout: its parameters and ranks.
-        source: where norms come from; ``source.groups`` says which groups it delivers.
+        source: where lengths come from; ``source.groups`` says which groups it delivers.
+        rulers: the views that are measured beside the Euclidean one.
     """
 
     def __init__(
-        self, model: nn.Module, layout: Layout, source: Source, optimizer: torch.optim.Optimizer | None
+        self,
+        model: nn.Module,
+        layout: Layout,
+        source: Source,
+        optimizer: torch.optim.Optimizer | None,
+        rulers: Sequence[Ruler] = (),
     ) -> None:
         self.model = model
         self.layout = layout
         self.source = source
+        self.rulers = tuple(rulers)
         self._optimizer = optimizer
         self._tally = Tally(layout.device)
-        self._carried: Tensor | None = None
-        self._stop_later = False
+        self._outbox = Outbox(layout.group, layout.device)
         self._weight_per_sample: float | None = None
         source.measure(True)
+        self._open(summing=False)
 
     def __enter__(self) -> Self:
         return self
@@ -118,11 +125,19 @@ class Tap:
         else:
             layouts.require_current(self.layout, self.model)
         with torch.no_grad():
-            numbers, arrive = self._send(stop=False)
-            facts = [gradient_norm(self.layout.alike, self.layout.device) * factor]
-            if scaler is not None:
-                facts.append(scale_of(scaler, self.layout.device))
-        pending = Pending(numbers, arrive, facts, share=factor / self.source.reduction, over_weight=False)
+            norm, mean_squares = self._lengths()
+            letter = self._post(stop=False, pause=0, mean_squares=mean_squares)
+            self._outbox.send()
+            if self.layout.sharded:
+                norm, mean_squares = self._joined(letter)
+            pending = Pending(
+                letter,
+                norm * factor,
+                views=[(ruler.name, square * factor**2) for ruler, square in zip(self.rulers, mean_squares[1:])],
+                scale=None if scaler is None else scale_of(scaler, self.layout.device),
+                share=factor / self.source.reduction,
+                over_weight=False,
+            )
         self._open(summing=False)
         return pending
 
@@ -134,28 +149,37 @@ class Tap:
 
     def _open(self, summing: bool) -> None:
         self._tally = Tally(self.layout.device)
-        self._carried = None
         self.source.open(summing)
+        if self.source.measuring:
+            for ruler in self.rulers:
+                ruler.open()
 
-    def _summary(self, stop: bool) -> Tensor:
-        return summarise(self._tally, measured=self.source.measuring, by_rank=self.source.by_rank, stop=stop)
+    def _lengths(self) -> tuple[Tensor, list[Tensor]]:
+        """The norm of ``.grad``, and its squared length in every view, of this rank's shard where there are shards."""
+        norm = gradient_norm(self.layout.alike, self.layout.device)
+        rulers = self.rulers if self.source.measuring else ()
+        views = lengths(rulers, self.layout.parameters, self.layout.device) if rulers else []
+        return norm, [norm.square(), *views]
 
-    def _depart(self, stop: bool) -> bool:
-        """Before the last backward: let the window's numbers travel with its gradients, if the source can do that."""
-        if self.source.carries:
-            self._carried = self._summary(stop)
-            self.source.carry(self._carried)
-        return self.source.carries
+    def _post(self, *, stop: bool, pause: int, mean_squares: Sequence[Tensor]) -> Letter:
+        """Put the window's numbers into the outbox."""
+        row = summarise(
+            self._tally,
+            self.source.collect(),
+            views=1 + len(self.rulers),
+            by_rank=self.source.by_rank,
+            stop=stop,
+            pause=pause,
+        )
+        if self.layout.sharded:
+            missing = 1 + len(self.rulers) - len(mean_squares)
+            row += entries(torch.stack(list(mean_squares))) + [0.0] * missing
+        return self._outbox.put(row)
 
-    def _send(self, stop: bool) -> tuple[Tensor, distributed.Wait]:
-        """This window's numbers on their way over the ranks, and what waits for them."""
-        square, arrive = self.source.collect()
-        if self._carried is not None and arrive is not None:
-            return self._carried, arrive
-        numbers = self._summary(stop)
-        if square is not None:
-            numbers[GROUP_SQUARE] = square
-        return numbers, distributed.start_sum(numbers, self.layout.group)
+    def _joined(self, letter: Letter) -> tuple[Tensor, list[Tensor]]:
+        """Norm and squared lengths of the whole mean gradient, from those of the shards."""
+        squares = letter.on_device()[SQUARES + 1 + len(self.rulers) :] / self.layout.replicas
+        return squares[0].sqrt(), list(squares.unbind())
 
     def _unit(self, global_batch: int) -> float:
         """About the weight of one rank's window, a power of two so that dividing by it rounds nothing."""
@@ -179,6 +203,7 @@ def attach(
     kind: str = "auto",
     *,
     comm_hook: tuple[Any, CommunicationHook] | None = None,
+    rulers: Sequence[Ruler] = (),
 ) -> Tap:
     """Tap a model's gradients.
 
@@ -190,6 +215,7 @@ def attach(
             latter for DDP on two ranks or more.
         comm_hook: (state, hook) of the communication hook that DDP would be given otherwise; it must return the mean
             over ranks, and is called after each bucket's norm was taken.
+        rulers: views to measure beside the Euclidean one.
 
     Raises:
         ValueError: for wrappers, parameters and combinations that are not supported, naming what is.
@@ -202,10 +228,11 @@ def attach(
         kind = "ddp" if layout.world > 1 or comm_hook is not None else "hooks"
     if kind == "hooks" and comm_hook is not None:
         raise ValueError("comm_hook is for kind='ddp'; with kind='hooks' register it with DDP yourself")
-    source: Source = HookSource(layout) if kind == "hooks" else BucketSource(layout, comm_hook)
+    source: Source
+    source = HookSource(layout, rulers) if kind == "hooks" else BucketSource(layout, comm_hook, rulers)
     if optimizer is not None:
         layouts.require_covered(layout, [optimizer])
-    return Tap(model, layout, source, optimizer)
+    return Tap(model, layout, source, optimizer, rulers)
 
 
 def scale_of(scaler: torch.amp.GradScaler, device: torch.device) -> Tensor:

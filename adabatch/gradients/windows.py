@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from adabatch.gradients.layout import HALF, require_covered
-from adabatch.gradients.norms import gradient_norm
 from adabatch.gradients.outcomes import Outcome
 from adabatch.gradients.statistics import WEIGHT, Pending, checked
 from adabatch.gradients.taps import Tap, scale_of
@@ -61,9 +60,8 @@ class Window:
         self._inside = False
         self._scaler: torch.amp.GradScaler | None = None
         self._complete = False
-        self._departed = False
         self._by_samples = self._by_weight = False
-        self._stop, tap._stop_later = tap._stop_later, False
+        self._stop = False
 
     def __enter__(self) -> Self:
         self._tap.measure(self.plan.measure)
@@ -128,14 +126,11 @@ class Window:
         last = self._begun == self.plan.micro_batches
         with torch.no_grad():
             self._tap._tally.add(samples, weight, mean_loss.detach().reshape(()))
-            self._departed = last and self._tap._depart(self._stop)
         scaled.backward(_factor(weight, self._unit, scaled))
         self._tap.source.close_micro_batch(weight, last)
 
     def request_stop(self) -> None:
-        """Ask all ranks to stop; they see it in this window's outcome when called before its last backward."""
-        if self._departed:
-            self._tap._stop_later = True
+        """Ask all ranks to stop; they see it in this window's outcome."""
         self._stop = True
 
     @torch.no_grad()
@@ -146,15 +141,20 @@ class Window:
         max_norm: float | None = None,
         scaler: torch.amp.GradScaler | None = None,
         stop: bool = False,
+        exchange: bool = True,
+        pause: int = 0,
     ) -> Outcome:
-        """Divide the gradient by the window's weight, measure it, and clip it: one collective and one pass.
+        """Divide the gradient by the window's weight, measure it, and clip it, in one pass.
 
         Args:
             optimizer: the optimizer of the model's parameters, or several that share them.
             max_norm: threshold of the mean gradient's norm, as in ``torch.nn.utils.clip_grad_norm_``.
             scaler: the scaler of ``backward``; gradients stay scaled, and ``outcome.step`` unscales them.
-            stop: whether this rank asks all to stop, as ``request_stop``. Under DDP it is late for this window, whose
-                numbers have travelled with its gradients, and goes with the next.
+            stop: whether this rank asks all to stop, as ``request_stop``.
+            exchange: let the window's numbers travel over the ranks now, with those kept back before. ``False`` saves
+                the collective where nobody reads this window soon; whoever reads it then (or asks it for a stop) does
+                so on every rank. Weights of their own (tokens) and shards are exchanged in each window in any case.
+            pause: on rank 0, a wish that travels along, for ``outcome.measurement.pause`` to tell every rank.
 
         Returns:
             What to step with. When the gradient is not finite (or nothing had weight), it is set to NaN and
@@ -167,26 +167,34 @@ class Window:
         scaler = _enabled(scaler)
         optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
         self._require_finishable(optimizers, scaler)
-        if stop:
-            self.request_stop()
-        layout = self._tap.layout
-        reduction = self._tap.source.reduction
-        numbers, arrive = self._tap._send(self._stop)
-        norm = gradient_norm(layout.alike, layout.device)
-        if assumed := self._by_samples and not self._by_weight:
-            factor = torch.full_like(norm, self._unit * reduction / self.plan.global_batch)
-        else:
-            arrive()
-            factor = self._unit * reduction / numbers[WEIGHT]
-        scales = [] if scaler is None else [scale_of(scaler, layout.device)]
-        mean_norm = norm * factor / scales[0] if scales else norm * factor
+        tap, layout = self._tap, self._tap.layout
+        rank_pause = pause if layout.rank == 0 else 0
+        norm, mean_squares = tap._lengths()
+        letter = tap._post(stop=self._stop or stop, pause=rank_pause, mean_squares=mean_squares)
+        assumed = self._by_samples and not self._by_weight
+        if exchange or layout.sharded or not assumed:
+            tap._outbox.send()
+        if layout.sharded:
+            norm, mean_squares = tap._joined(letter)
+        unit = self._unit * tap.source.reduction
+        weight = self.plan.global_batch if assumed else letter.on_device()[WEIGHT]
+        factor = torch.full_like(norm, unit) / weight
+        scale = None if scaler is None else scale_of(scaler, layout.device)
+        to_mean = factor if scale is None else factor / scale
+        mean_norm = norm * to_mean
         skip = ~torch.isfinite(mean_norm)
         self._multiply(factor if max_norm is None else factor * _clip(mean_norm, max_norm), skip)
-        planned = (self.plan.step, self.plan.global_batch)
         self.measurement = Pending(
-            numbers, arrive, [mean_norm, *scales], share=self._unit, over_weight=True, planned=planned, assumed=assumed
+            letter,
+            mean_norm,
+            views=[(ruler.name, square * to_mean.square()) for ruler, square in zip(tap.rulers, mean_squares[1:])],
+            scale=scale,
+            share=self._unit,
+            over_weight=True,
+            planned=(self.plan.step, self.plan.global_batch),
+            assumed=assumed,
         )
-        self._tap._open(summing=False)
+        tap._open(summing=False)
         return Outcome(optimizers, self.measurement, skip, scaler)
 
     def _multiply(self, factor: Tensor, skip: Tensor) -> None:

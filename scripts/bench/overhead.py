@@ -175,7 +175,7 @@ class Adaptive:
                     lap("forward")
                     window.backward(loss, samples=micro_batch.samples, weight=weight)
                 lap("backward")
-        outcome = window.finish(trainer.optimizer, max_norm=CLIP * plan.scales.clip)
+        outcome = window.finish(trainer.optimizer, max_norm=CLIP * plan.scales.clip, exchange=trainer._exchanges())
         lap("clip | finish")
         optimizers.apply(plan, trainer.optimizer)
         lap("apply")
@@ -183,7 +183,7 @@ class Adaptive:
         trainer.optimizer.zero_grad()
         lap("optimizer")
         trainer.controller.commit(plan, outcome.measurement)
-        if trainer.outcome is not None:
+        if trainer.outcome is not None and trainer.outcome.measurement.travelled:
             trainer.outcome.stop_requested()  # of the step before, as in the loop
         trainer.outcome = outcome
         lap("log | commit")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import gradient_cases as cases
@@ -16,7 +17,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from adabatch import distributed, gradients
+from adabatch.gradients.statistics import SQUARES
 from adabatch.noise import Measurement
+
+# Numbers that a window sends over the ranks: the last one is its groups' squared length.
+NUMBERS = SQUARES + 1
 
 def _windows(
     sizes: list[list[int]], tokens: bool, kind: str, dtype: torch.dtype
@@ -143,25 +148,39 @@ def test_fillers_and_ranks_of_weight_0_drop_out(kind: str, groups: int) -> None:
 # -- synchronisation
 
 
-def _count_reductions(make: Callable[[], nn.Module], accumulation: int) -> tuple[list[int], int, int]:
-    """Reductions per window of the model, all collectives of one window, and buckets."""
+@contextlib.contextmanager
+def _counted() -> Iterator[tuple[list[int], list[int]]]:
+    """Elements of every reduction and of every gathering."""
+    reductions: list[int] = []
+    gatherings: list[int] = []
+    reduce, gather = dist.all_reduce, distributed._gather_single
+
+    def reducing(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        reductions.append(tensor.numel())
+        return reduce(tensor, *args, **kwargs)
+
+    def gathering(gathered: torch.Tensor, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        gatherings.append(tensor.numel())
+        return gather(gathered, tensor, *args, **kwargs)
+
+    dist.all_reduce, distributed._gather_single = reducing, gathering
+    try:
+        yield reductions, gatherings
+    finally:
+        dist.all_reduce, distributed._gather_single = reduce, gather
+
+
+def _count_collectives(make: Callable[[], nn.Module], accumulation: int) -> tuple[list[int], list[int], int]:
     model = make()
     tap = gradients.attach(model)
-    collectives: list[int] = []
-    real = dist.all_reduce
-
-    def counting(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        collectives.append(tensor.numel())
-        return real(tensor, *args, **kwargs)
-
-    dist.all_reduce = counting
-    sizes = [[1] * accumulation] * 2
-    for _ in range(3):
-        collectives.clear()
-        model.zero_grad()
-        cases.one_window(tap, model, cases.pieces([1] * accumulation, tokens=False, seed=distributed.rank()), sizes)
-    dist.all_reduce = real
-    return collectives, sum(exchange.synchronised for exchange in tap.source._exchanges), len(tap.layout.parallel)
+    pieces = cases.pieces([1] * accumulation, tokens=False, seed=distributed.rank())
+    with _counted() as (reductions, gatherings):
+        for _ in range(3):
+            reductions.clear()
+            gatherings.clear()
+            model.zero_grad()
+            cases.one_window(tap, model, pieces, [[1] * accumulation] * 2)
+    return reductions, gatherings, len(tap.layout.parallel)
 
 
 def _one_module() -> nn.Module:
@@ -175,10 +194,60 @@ def _two_modules() -> nn.Module:
 
 @pytest.mark.parametrize(("make", "modules"), [(_one_module, 1), (_two_modules, 2)])
 def test_one_reduction_per_bucket_and_one_small_collective(make: Callable[[], nn.Module], modules: int) -> None:
-    for collectives, _, parallel in ranks.run(_count_reductions, 2, make, 8):
+    for reductions, gatherings, parallel in ranks.run(_count_collectives, 2, make, 8):
         assert parallel == modules
-        assert collectives.count(7) == 1
-        assert len(collectives) == modules + 1
+        assert len(reductions) == modules
+        assert gatherings == [NUMBERS]
+
+
+def _kept_back(together: int) -> tuple[list[Measurement], list[int], list[bool]]:
+    """Six windows, of which every ``together``-th lets the numbers travel; the last one's is read without."""
+    model = DistributedDataParallel(cases.network())
+    tap = gradients.attach(model)
+    sizes = [[2, 1], [1, 1], [1, 2]]
+    mine = cases.pieces(sizes[distributed.rank()], tokens=False, seed=distributed.rank())
+    pending = []
+    with _counted() as (_, gatherings):
+        for number in range(1, 7):
+            model.zero_grad()
+            kept = number % together != 0 or number == 6
+            stop = number == 2 and distributed.rank() == 1
+            with gradients.accumulate(tap, cases.plan(sizes)) as window:
+                for piece in mine:
+                    with window.micro_batch():
+                        window.backward(cases.mean_loss(model, piece), samples=piece.samples)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            pending.append(window.finish(optimizer, exchange=not kept, stop=stop).measurement)
+        measured = [one.read() for one in pending]
+    return measured, gatherings, [one.stop for one in pending]
+
+
+def test_windows_that_are_kept_back_travel_together_and_measure_the_same() -> None:
+    expected = ranks.run(_kept_back, 3, 1)[0][0]
+    for together, gathered in ((2, [2, 2, 2]), (4, [4, 2]), (7, [6])):
+        for measured, gatherings, stops in ranks.run(_kept_back, 3, together):
+            assert measured == expected, "to the last bit"
+            assert gatherings == [windows * NUMBERS for windows in gathered]
+            assert stops == [False, True, False, False, False, False]
+
+
+def _weights_of_their_own() -> tuple[list[int], torch.Tensor, torch.Tensor]:
+    """Token weights, kept back: the division needs their sum at once."""
+    model = DistributedDataParallel(cases.network())
+    tap = gradients.attach(model)
+    sizes = [[2, 1], [1, 1]]
+    everyone = cases.pieces_of(sizes, tokens=True, dtype=torch.float32)
+    with _counted() as (_, gatherings):
+        cases.one_window(tap, model, everyone[distributed.rank()], sizes, exchange=False)
+    plain = cases.network()
+    big_batch = cases.gradient(plain, [cases.joined([piece for mine in everyone for piece in mine])])
+    return gatherings, cases.flat(model.module), big_batch
+
+
+def test_weights_of_their_own_are_never_kept_back() -> None:
+    for gatherings, gradient, big_batch in ranks.run(_weights_of_their_own, 2):
+        assert gatherings == [NUMBERS]
+        assert torch.dist(gradient, big_batch) / big_batch.norm() < 1e-5
 
 
 # -- parameters of all kinds
@@ -275,12 +344,10 @@ def _stop_on_one_rank(kind: str, late: bool) -> list[bool]:
     return asked
 
 
-@pytest.mark.parametrize(
-    ("kind", "late", "seen"), [("hooks", False, 1), ("hooks", True, 1), ("ddp", False, 1), ("ddp", True, 2)]
-)
-def test_one_rank_stops_all(kind: str, late: bool, seen: int) -> None:
-    """Under the bucket tap the numbers leave with the gradients, so a word after backward goes with the next window."""
-    assert ranks.run(_stop_on_one_rank, 2, kind, late) == [[number == seen for number in range(4)]] * 2
+@pytest.mark.parametrize("kind", ["hooks", "ddp"])
+@pytest.mark.parametrize("late", [False, True])
+def test_one_rank_stops_all(kind: str, late: bool) -> None:
+    assert ranks.run(_stop_on_one_rank, 2, kind, late) == [[number == 1 for number in range(4)]] * 2
 
 
 def _fp16() -> list[tuple[float, bool]]:

@@ -177,8 +177,9 @@ def test_unmeasured_windows_have_no_hooks() -> None:
         window.finish(torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-def test_host_never_waits_for_the_device() -> None:
+def test_host_never_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything up to the step, except reading the measurement, and except asking an optimizer that needs it."""
+    monkeypatch.setattr(statistics, "free_to_ask", lambda device: False)
 
     class NoWaiting(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -195,18 +196,21 @@ def test_host_never_waits_for_the_device() -> None:
     assert outcome.measurement.read().finite
 
 
-def test_weights_that_are_on_the_device_count_the_same() -> None:
+def test_weights_that_are_on_the_device_count_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Device tensors go another way, so that nobody waits for them; the numbers must agree."""
     for by_rank in (False, True):
         vectors = []
-        for convert in (float, lambda weight: torch.tensor(float(weight))):
+        for convert, free in ((float, True), (lambda weight: torch.tensor(float(weight)), False)):
+            monkeypatch.setattr(statistics, "free_to_ask", lambda device, free=free: free)
             tally = statistics.Tally(torch.device("cpu"))
             for samples, weight in ((3, 5), (0, 0), (2, 7.5)):
                 tally.add(samples, convert(weight), torch.tensor(math.nan if weight == 0 else 2.0 * weight))
-            vectors.append(statistics.summarise(tally, measured=True, by_rank=by_rank, stop=True))
-        assert torch.equal(*vectors)
+            squares = torch.tensor([3.0, 4.0], dtype=torch.float64)
+            row = statistics.summarise(tally, squares, views=2, by_rank=by_rank, stop=True, pause=7)
+            vectors.append([float(number) for number in row])
+        assert vectors[0] == vectors[1]
         weight_square, count = (12.5**2, 1) if by_rank else (5**2 + 7.5**2, 2)
-        assert vectors[0].tolist() == [0.0, 12.5, weight_square, 5.0, count, 2 * 5**2 + 2 * 7.5**2, 1.0]
+        assert vectors[0] == [12.5, weight_square, 5.0, count, 2 * 5**2 + 2 * 7.5**2, 1.0, 7.0, 3.0, 4.0]
 
 
 def test_a_tensor_weight_is_taken() -> None:
