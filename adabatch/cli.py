@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -18,6 +19,10 @@ _EXAMPLES = {
     "report": """\
 adabatch report runs/lm-20260131-180000                     writes report.html into the run folder
 adabatch report runs/lm-20260131-180000 --output lm.html    or elsewhere""",
+    "recommend": """\
+adabatch recommend runs/lm-20260131-180000                  the batch for data efficiencies 0.5, 0.8 and 0.9
+adabatch recommend runs/lm-20260131-180000 --json           the same for machines
+adabatch recommend runs/lm-20260131-180000 --calibration 2  where the critical batch is twice the noise scale""",
     "ledger": """\
 adabatch ledger runs/lm-20260131-180000                     which batch was used when, and each change's reason
 adabatch ledger runs/lm-20260131-180000 edited.json         where two schedules differ; status 1 when they do""",
@@ -50,12 +55,26 @@ def _parser() -> argparse.ArgumentParser:
         epilog="examples:\n" + "\n".join(_indented(text) for text in _EXAMPLES.values()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"adabatch {__version__}")
+    parser.add_argument("-V", "--version", action="version", version=f"adabatch {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="verb")
 
     report = _verb(verbs, "report", _report, "write the HTML report of a run", "It may be running still.")
     report.add_argument("run_folder", type=Path, help="a run folder")
     report.add_argument("--output", type=Path, help="where to write it; by default report.html in the run folder")
+
+    recommend = _verb(
+        verbs,
+        "recommend",
+        _recommend,
+        "say which batch a run recommends",
+        "By the noise scale that a run of any policy has measured; it may be running still. Predicts steps, samples "
+        "and seconds of other batches for the same progress.",
+    )
+    recommend.add_argument("run_folder", type=Path, help="a run folder")
+    recommend.add_argument(
+        "--calibration", type=float, help="critical batch over noise scale; by default as the run was configured"
+    )
+    recommend.add_argument("--json", action="store_true", help="print JSON data")
 
     ledger = _verb(
         verbs, "ledger", _ledger, "show a ledger, or compare two", "The exit status is 1 when two schedules differ."
@@ -99,6 +118,19 @@ def _report(options: argparse.Namespace) -> int:
     from adabatch.report import write_report  # matplotlib is loaded by this verb alone
 
     print(write_report(options.run_folder, options.output))
+    return 0
+
+
+def _recommend(options: argparse.Namespace) -> int:
+    from adabatch.report import recommend_text
+    from adabatch.report.recommend import recommendation
+    from adabatch.runlog import read_metrics
+
+    advice = recommendation(read_metrics(options.run_folder), options.calibration)
+    if options.json:
+        print(json.dumps(recommend_text.to_dict(advice), allow_nan=False, indent=2))
+    else:
+        print(recommend_text.to_text(advice))
     return 0
 
 

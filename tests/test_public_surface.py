@@ -81,6 +81,7 @@ NAMES = {
 COMMANDS = {
     "": ["--help", "--version", "verb"],
     "ledger": ["--help", "--holds", "ledger", "other"],
+    "recommend": ["--calibration", "--help", "--json", "run_folder"],
     "report": ["--help", "--output", "run_folder"],
     "validate": ["--help", "overrides", "program"],
 }
@@ -91,7 +92,7 @@ CHECKPOINT = {
         "batch",
         "changed_at",
         "due_at",
-        "noise",
+        "measured",
         "policy",
         "progress",
         "recorded_scale",
@@ -106,7 +107,7 @@ CHECKPOINT = {
 }
 
 CONTROLLER = {
-    "noise": ["last", "memory", "older", "recent", "total"],
+    "measured": ["guards", "lr_multiplier", "views"],
     "policy": ["name", "state"],
     "progress": ["samples", "steps", "tokens"],
 }
@@ -117,6 +118,7 @@ LEDGER = {
         "batch",
         "count",
         "estimate",
+        "guards",
         "kind",
         "policy",
         "previous",
@@ -131,7 +133,7 @@ LEDGER = {
 }
 
 WHERE = ["kind", "samples", "seconds", "step", "time", "tokens"]
-SCALE = ["noise", "resolved", "scale", "scale_high", "scale_low", "signal"]
+SCALE = ["geometry", "guards", "noise", "resolved", "scale", "scale_high", "scale_low", "signal", "views"]
 RECORDS = {
     "start": [
         "arguments",

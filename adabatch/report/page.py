@@ -11,9 +11,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from adabatch.report import history
+from adabatch.report import history, recommend_text
+from adabatch.report.drawing import Key, Plot
 from adabatch.report.markup import Markup, element, joined
-from adabatch.report.plots import Key, Plot, plots
+from adabatch.report.plots import plots, trade_off
+from adabatch.report.recommend import NotMeasured, recommendation
 from adabatch.report.style import STYLE
 from adabatch.report.summary import summary
 from adabatch.runlog import Metrics, read_metrics, text
@@ -51,6 +53,7 @@ def _page(metrics: Metrics) -> str:
         _numbers(facts),
         element("ul", *(element("li", _unbroken(sentence)) for sentence in facts["sentences"]), class_="words"),
         _caveats(facts),
+        _which_batch(metrics),
         _figures(plots(metrics, facts)),
         _decisions(metrics),
         _schedule(metrics),
@@ -161,6 +164,23 @@ def _caveats(facts: Mapping[str, Any]) -> Markup | None:
         return None
     notes = element("ul", *(element("li", _unbroken(note)) for note in facts["caveats"]))
     return element("section", element("h3", "To keep in mind"), notes, class_="caveats")
+
+
+def _which_batch(metrics: Metrics) -> Markup | None:
+    """What the run recommends; nothing when it has measured nothing."""
+    try:
+        advice = recommendation(metrics)
+    except NotMeasured:
+        return None
+    head = tuple(title.strip().replace("\n", " ") for title in recommend_text.CHOICE_COLUMNS)
+    words = [*recommend_text.measured(advice)[:2], *recommend_text.costs(advice)]  # the efficiency stands above
+    return joined(
+        element("h2", "Which batch?"),
+        element("ul", *(element("li", _unbroken(sentence)) for sentence in words), class_="words"),
+        _table(head, recommend_text.choice_rows(advice), strong=2),
+        element("div", _figure(trade_off(advice)), class_="plots alone"),
+        *(element("p", _unbroken(note), class_="note") for note in recommend_text.notes(advice)),
+    )
 
 
 def _figures(drawn: list[Plot]) -> Markup | None:

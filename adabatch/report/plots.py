@@ -2,59 +2,24 @@
 
 from __future__ import annotations
 
-import io
 import math
-import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from adabatch.report import history
-from adabatch.report.markup import Markup
+from adabatch.report.drawing import COLOURS, Key, Plot, columns, label_axes, to_svg
+from adabatch.report.recommend import Recommendation
 from adabatch.report.summary import held_out_names
+from adabatch.report.tradeoff import Tradeoff
 from adabatch.runlog import Metrics, text
 from adabatch.runlog.reader import Record
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# What matplotlib draws with, and the CSS variable that each stands for.
-_COLOURS = {
-    "ink": "#010101",
-    "soft": "#020202",
-    "grid": "#030303",
-    "train": "#040404",
-    "held": "#050505",
-    "batch": "#060606",
-    "noise": "#070707",
-    "rate": "#080808",
-    "spent": "#090909",
-    "card": "#0a0a0a",
-}
 _Item = TypeVar("_Item")
-_SIZE = (4.2, 2.4)  # inches; the page scales it to its column
 _POINTS = 400
-
-
-@dataclass(frozen=True, slots=True)
-class Key:
-    """An entry of a legend: a CSS colour name, how it is drawn, and what it is."""
-
-    colour: str
-    mark: str  # line, thin, dashed, band, dot, arrow
-    words: str
-
-
-@dataclass(frozen=True, slots=True)
-class Plot:
-    """A figure of the report. ``spoken`` describes it to those who cannot see it."""
-
-    title: str
-    svg: Markup
-    spoken: str
-    legend: list[Key] = field(default_factory=list)
-    note: str = ""
 
 
 def plots(metrics: Metrics, facts: dict[str, Any]) -> list[Plot]:
@@ -78,18 +43,18 @@ def _loss(metrics: Metrics, axis: str) -> Plot | None:
         return None
 
     def draw(axes: Axes) -> None:
-        axes.plot(*_columns(_bucketed(points, _POINTS)), color=_COLOURS["train"], linewidth=0.7, alpha=0.45)
-        axes.plot(*_columns(_bucketed(points, 40)), color=_COLOURS["train"], linewidth=1.4)
-        axes.plot(*_columns(_bucketed(held_out, 60)), color=_COLOURS["held"], marker="o", markersize=2.6, linewidth=1)
+        axes.plot(*columns(_bucketed(points, _POINTS)), color=COLOURS["train"], linewidth=0.7, alpha=0.45)
+        axes.plot(*columns(_bucketed(points, 40)), color=COLOURS["train"], linewidth=1.4)
+        axes.plot(*columns(_bucketed(held_out, 60)), color=COLOURS["held"], marker="o", markersize=2.6, linewidth=1)
         _marks(axes, metrics, axis)
         _focus(axes, [value for _, value in _bucketed(points, 40) + held_out])
-        _label(axes, "steps" if axis == "step" else "samples", "loss")
+        label_axes(axes, "steps" if axis == "step" else "samples", "loss")
 
     legend = [Key("train", "line", "training (thin: as recorded)")]
     legend += [Key("held", "dot", "held-out")] if held_out else []
     unit = "steps" if axis == "step" else "samples"
     spoken = f"Loss over {unit}, ending at {text.loss((points or held_out)[-1][1])}."
-    return Plot(f"Loss over {unit}", _svg(draw, f"loss-{axis}"), spoken, legend + _mark_keys(metrics))
+    return Plot(f"Loss over {unit}", to_svg(draw, f"loss-{axis}"), spoken, legend + _mark_keys(metrics))
 
 
 def _held_out_metric(metrics: Metrics, name: str) -> Plot | None:
@@ -98,13 +63,13 @@ def _held_out_metric(metrics: Metrics, name: str) -> Plot | None:
         return None
 
     def draw(axes: Axes) -> None:
-        axes.plot(*_columns(points), color=_COLOURS["held"], marker="o", markersize=2.6, linewidth=1)
+        axes.plot(*columns(points), color=COLOURS["held"], marker="o", markersize=2.6, linewidth=1)
         _marks(axes, metrics, "samples")
-        _label(axes, "samples", name)
+        label_axes(axes, "samples", name)
 
     spoken = f"Held-out {name} over samples, ending at {text.loss(points[-1][1])}."
     legend = [Key("held", "dot", "held-out"), *_mark_keys(metrics)]
-    return Plot(f"Held-out {name}", _svg(draw, f"held-{name}"), spoken, legend)
+    return Plot(f"Held-out {name}", to_svg(draw, f"held-{name}"), spoken, legend)
 
 
 def _batch_and_noise(metrics: Metrics) -> Plot | None:
@@ -119,13 +84,13 @@ def _batch_and_noise(metrics: Metrics) -> Plot | None:
         axes.set_yscale("log")
         x = [record["samples"] for record in measured]
         low, scale, high = (_values(resolved, key) for key in ("scale_low", "scale", "scale_high"))
-        axes.fill_between(x, low, high, color=_COLOURS["noise"], alpha=0.22, linewidth=0)
-        axes.plot(x, scale, color=_COLOURS["noise"], linewidth=1.4)
+        axes.fill_between(x, low, high, color=COLOURS["noise"], alpha=0.22, linewidth=0)
+        axes.plot(x, scale, color=COLOURS["noise"], linewidth=1.4)
         below = _values(bounds, "scale_low")
-        axes.plot(x, below, color=_COLOURS["noise"], linewidth=1, linestyle=(0, (3, 2)))
+        axes.plot(x, below, color=COLOURS["noise"], linewidth=1, linestyle=(0, (3, 2)))
         axes.plot(
-            *_columns(_arrows(bounds, run[-1].first_sample + run[-1].samples)),
-            color=_COLOURS["noise"],
+            *columns(_arrows(bounds, run[-1].first_sample + run[-1].samples)),
+            color=COLOURS["noise"],
             marker="^",
             markersize=3.5,
             linestyle="none",
@@ -133,7 +98,7 @@ def _batch_and_noise(metrics: Metrics) -> Plot | None:
         _draw_schedule(axes, run, metrics)
         _marks(axes, metrics, "samples", changes=False)
         _batch_axis(axes, [s.global_batch for s in run], [v for v in (*low, *scale, *below) if v], high)
-        _label(axes, "samples", "samples")
+        label_axes(axes, "samples", "samples")
 
     legend = [Key("batch", "line", "global batch")]
     legend += [Key("batch", "dot", "a decision changed it")] if history.changes(metrics) else []
@@ -141,17 +106,17 @@ def _batch_and_noise(metrics: Metrics) -> Plot | None:
     legend += [Key("noise", "arrow", "unresolved: above this bound")] if any(bounds) else []
     spoken = f"Global batch from {run[0].global_batch} to {run[-1].global_batch}, and the noise scale, over samples."
     return Plot(
-        "Global batch and noise scale", _svg(draw, "batch"), spoken, legend + _mark_keys(metrics, changes=False)
+        "Global batch and noise scale", to_svg(draw, "batch"), spoken, legend + _mark_keys(metrics, changes=False)
     )
 
 
 def _draw_schedule(axes: Axes, run: list[history.Stretch], metrics: Metrics) -> None:
     edges = [stretch.first_sample for stretch in run] + [run[-1].first_sample + run[-1].samples]
     batches = [stretch.global_batch for stretch in run]
-    axes.step(edges, [*batches, batches[-1]], where="post", color=_COLOURS["batch"], linewidth=1.7)
+    axes.step(edges, [*batches, batches[-1]], where="post", color=COLOURS["batch"], linewidth=1.7)
     dots = [(record["samples"], record["batch"]) for record in history.changes(metrics)]
-    style: dict[str, Any] = {"markeredgecolor": _COLOURS["card"], "markeredgewidth": 0.8, "linestyle": "none"}
-    axes.plot(*_columns(dots), color=_COLOURS["batch"], marker="o", markersize=5, zorder=5, **style)
+    style: dict[str, Any] = {"markeredgecolor": COLOURS["card"], "markeredgewidth": 0.8, "linestyle": "none"}
+    axes.plot(*columns(dots), color=COLOURS["batch"], marker="o", markersize=5, zorder=5, **style)
 
 
 def _arrows(bounds: Sequence[Record | None], end: int) -> list[tuple[float, float]]:
@@ -187,14 +152,16 @@ def _learning_rate(metrics: Metrics) -> Plot | None:
         return None
 
     def draw(axes: Axes) -> None:
-        axes.plot(*_columns(_thinned(points, _POINTS)), color=_COLOURS["rate"], linewidth=1.4)
+        axes.plot(*columns(_thinned(points, _POINTS)), color=COLOURS["rate"], linewidth=1.4)
         axes.set_ylim(bottom=0)
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
         _marks(axes, metrics, "samples")
-        _label(axes, "samples", "learning rate")
+        label_axes(axes, "samples", "learning rate")
 
     spoken = f"Learning rate over samples, ending at {points[-1][1]:.3g}."
-    return Plot("Learning rate", _svg(draw, "rate"), spoken, [Key("rate", "line", "first group"), *_mark_keys(metrics)])
+    return Plot(
+        "Learning rate", to_svg(draw, "rate"), spoken, [Key("rate", "line", "first group"), *_mark_keys(metrics)]
+    )
 
 
 def _efficiency(metrics: Metrics, facts: dict[str, Any]) -> Plot | None:
@@ -207,13 +174,13 @@ def _efficiency(metrics: Metrics, facts: dict[str, Any]) -> Plot | None:
     def draw(axes: Axes) -> None:
         for wanted, style in ((True, "solid"), (False, "dotted")):
             y = [value if value is not None and text.is_resolved(r) is wanted else math.nan for r, value in points]
-            axes.plot(x, y, color=_COLOURS["spent"], linewidth=1.4, linestyle=style)
+            axes.plot(x, y, color=COLOURS["spent"], linewidth=1.4, linestyle=style)
         if target is not None:
-            axes.axhline(target, color=_COLOURS["ink"], linewidth=1, linestyle=(0, (4, 3)))
+            axes.axhline(target, color=COLOURS["ink"], linewidth=1, linestyle=(0, (4, 3)))
         axes.set_ylim(0, 1.02)
         axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
         _marks(axes, metrics, "samples")
-        _label(axes, "samples", "data efficiency")
+        label_axes(axes, "samples", "data efficiency")
 
     legend = [Key("spent", "line", "at the batch in force")]
     if any(value is not None and not text.is_resolved(record) for record, value in points):
@@ -221,7 +188,7 @@ def _efficiency(metrics: Metrics, facts: dict[str, Any]) -> Plot | None:
     legend += [Key("ink", "dashed", f"target {text.percent(target)}")] if target is not None else []
     title = "Data efficiency" + ("" if facts["calibrated"] else " (uncalibrated)")
     spoken = f"{title} over samples; {text.percent(facts['efficiency'])} on the whole."
-    return Plot(title, _svg(draw, "efficiency"), spoken, legend + _mark_keys(metrics))
+    return Plot(title, to_svg(draw, "efficiency"), spoken, legend + _mark_keys(metrics))
 
 
 def _step_time(metrics: Metrics) -> Plot | None:
@@ -233,18 +200,18 @@ def _step_time(metrics: Metrics) -> Plot | None:
 
     def draw(axes: Axes) -> None:
         for timing in measured:
-            fill = _COLOURS["batch"] if timing.shape.micro_batch == full else _COLOURS["card"]
+            fill = COLOURS["batch"] if timing.shape.micro_batch == full else COLOURS["card"]
             x, spread = timing.shape.micro_batches, ([timing.median - timing.low], [timing.high - timing.median])
-            style: dict[str, Any] = {"ecolor": _COLOURS["batch"], "elinewidth": 1, "capsize": 2.5}
-            axes.errorbar(x, timing.median, yerr=spread, fmt="o", color=_COLOURS["batch"], mfc=fill, ms=4.5, **style)
+            style: dict[str, Any] = {"ecolor": COLOURS["batch"], "elinewidth": 1, "capsize": 2.5}
+            axes.errorbar(x, timing.median, yerr=spread, fmt="o", color=COLOURS["batch"], mfc=fill, ms=4.5, **style)
         end = max(timing.shape.micro_batches for timing in measured)
         if model:
             line = [model.seconds(0), model.seconds(end)]
-            axes.plot([0, end], line, color=_COLOURS["held"], linewidth=1.2, linestyle=(0, (4, 3)), zorder=1)
+            axes.plot([0, end], line, color=COLOURS["held"], linewidth=1.2, linestyle=(0, (4, 3)), zorder=1)
         axes.set_xlim(0, end * 1.06)
         axes.set_ylim(bottom=0)
         axes.locator_params(axis="x", integer=True)
-        _label(axes, "micro-batches per rank and step", "seconds per step")
+        label_axes(axes, "micro-batches per rank and step", "seconds per step")
 
     partial = any(timing.shape.micro_batch != full for timing in measured)
     legend = [Key("batch", "dot", f"median and quartiles, micro-batch {full}")]
@@ -254,28 +221,78 @@ def _step_time(metrics: Metrics) -> Plot | None:
         legend.append(Key("held", "dashed", "fixed + per micro-batch"))
         costs = f"{text.duration(model.fixed)} per step + {text.duration(model.per_micro_batch)} per micro-batch"
         note = f"Fitted: {costs}. Growing the batch on the same ranks saves only the first part."
-    return Plot("Time per step", _svg(draw, "time"), f"Seconds per step against micro-batches. {note}", legend, note)
+    return Plot("Time per step", to_svg(draw, "time"), f"Seconds per step against micro-batches. {note}", legend, note)
+
+
+def trade_off(advice: Recommendation) -> Plot:
+    """Steps against samples of fixed batches, both as multiples of the run's own, with the recommended ones marked."""
+    known = advice.run.critical.value is not None
+    marked = _marked_batches(advice)
+    legend = [Key("batch", "ring", "this run")]
+    legend += [Key("held", "dot", "data efficiency: batch")] if marked else []
+    legend.append(Key("noise", "band", "fixed batches, interval" if known else "fixed batches: somewhere in here"))
+    title = "Steps against samples, predicted" + ("" if advice.calibrated else " (uncalibrated)")
+    spoken = f"{title}, of fixed batches from {advice.curve[0].global_batch:,} to {advice.curve[-1].global_batch:,}."
+    spoken += "".join(f" Batch {batch:,} for a data efficiency of {words}." for batch, words in marked.items())
+    svg = to_svg(lambda axes: _draw_trade_off(axes, advice.run.tradeoff, advice), "trade-off")
+    return Plot(title, svg, spoken, legend)
+
+
+def _marked_batches(advice: Recommendation) -> dict[int, str]:
+    """The recommended batches, each with the data efficiencies that it is for."""
+    marked: dict[int, str] = {}
+    for choice in advice.run.choices:
+        if choice.global_batch:
+            before = marked.get(choice.global_batch)
+            marked[choice.global_batch] = f"{before}, {choice.efficiency:g}" if before else f"{choice.efficiency:g}"
+    return marked
+
+
+def _draw_trade_off(axes: Axes, whole: Tradeoff, advice: Recommendation) -> None:
+    first, last = advice.curve[0].global_batch, advice.curve[-1].global_batch
+    grid = [first * (last / first) ** (i / 80) for i in range(81)]
+
+    def place(batch: float, end: str) -> tuple[float, float]:
+        samples, steps = getattr(whole.samples_at(batch), end), getattr(whole.steps_at(batch), end)
+        return samples / whole.samples, steps / whole.steps
+
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    edge = [place(batch, "low") for batch in grid] + [place(batch, "high") for batch in reversed(grid)]
+    axes.fill(*columns(edge), color=COLOURS["noise"], alpha=0.22, linewidth=0)
+    if advice.run.critical.value is not None:
+        axes.plot(*columns([place(batch, "value") for batch in grid]), color=COLOURS["noise"], linewidth=1.4)
+    style: dict[str, Any] = {"linestyle": "none", "marker": "o", "zorder": 5, "markersize": 5}
+    for batch, words in _marked_batches(advice).items():
+        spot = place(batch, "value")
+        axes.plot(*spot, color=COLOURS["held"], **style)
+        axes.annotate(f"{words}: {batch:,}", spot, (5, 4), textcoords="offset points", color=COLOURS["ink"])
+    axes.plot(1.0, 1.0, color=COLOURS["batch"], mfc=COLOURS["card"], mew=1.4, **style)
+    _multiples(axes)
+    label_axes(axes, "samples, as multiples of the run's", "steps, as multiples of the run's")
+
+
+def _multiples(axes: Axes) -> None:
+    """Labels at 1, 2 and 5 times the powers of ten."""
+    for axis, (low, high) in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())):
+        powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        ticks = [digit * 10.0**power for power in powers for digit in (1, 2, 5)]
+        axis.set_ticks([tick for tick in ticks if low <= tick <= high])
+        axis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.minorticks_off()
 
 
 def _marks(axes: Axes, metrics: Metrics, axis: str, *, changes: bool = True) -> None:
     """Thin vertical lines where the batch changed, dashed ones where the run was resumed."""
     for record in history.changes(metrics)[:100] if changes else []:
-        axes.axvline(record[axis], color=_COLOURS["soft"], linewidth=0.6, alpha=0.55, zorder=0)
+        axes.axvline(record[axis], color=COLOURS["soft"], linewidth=0.6, alpha=0.55, zorder=0)
     for record in metrics.resumes[:50]:
-        axes.axvline(record[axis], color=_COLOURS["held"], linewidth=0.9, linestyle=(0, (1, 1.5)), zorder=0)
+        axes.axvline(record[axis], color=COLOURS["held"], linewidth=0.9, linestyle=(0, (1, 1.5)), zorder=0)
 
 
 def _mark_keys(metrics: Metrics, *, changes: bool = True) -> list[Key]:
     keys = [Key("soft", "thin", "batch changed")] if changes and history.changes(metrics) else []
     return keys + ([Key("held", "dotted", "resumed")] if metrics.resumes else [])
-
-
-def _label(axes: Axes, x: str, y: str) -> None:
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
-    if x in ("samples", "steps"):
-        axes.set_xlim(left=0)
-        axes.xaxis.set_major_formatter(lambda value, _: _short(value))
 
 
 def _focus(axes: Axes, values: list[float]) -> None:
@@ -284,18 +301,6 @@ def _focus(axes: Axes, values: list[float]) -> None:
         low, high = min(values), max(values)
         margin = 0.06 * (high - low or abs(high) or 1)
         axes.set_ylim(low - margin, high + margin)
-
-
-def _short(value: float) -> str:
-    """A tick label: 0.5, 64, 20k, 1.5M."""
-    for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= limit:
-            return f"{value / limit:g}{unit}"
-    return f"{value:g}"
-
-
-def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    return [x for x, _ in points], [y for _, y in points]
 
 
 def _values(records: Sequence[Record | None], key: str) -> list[float]:
@@ -320,63 +325,3 @@ def _thinned(items: Sequence[_Item], limit: int) -> list[_Item]:
     if len(items) <= limit:
         return list(items)
     return [items[round(index * (len(items) - 1) / (limit - 1))] for index in range(limit)]
-
-
-def _svg(draw: Callable[[Axes], None], name: str) -> Markup:
-    """Draw one set of axes and return it as an ``<svg>`` element without external references or shared ids."""
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
-
-    with rc_context(_style() | {"svg.hashsalt": f"adabatch-{name}"}):
-        figure = Figure(figsize=_SIZE, layout="constrained")
-        axes = figure.add_subplot()
-        axes.grid(True)
-        axes.set_axisbelow(True)
-        draw(axes)
-        file = io.StringIO()
-        FigureCanvasSVG(figure).print_svg(file)
-    return Markup(_inline(file.getvalue(), name))
-
-
-def _style() -> dict[str, Any]:
-    soft = {
-        f"{axis}tick.{key}": _COLOURS[colour]
-        for axis in "xy"
-        for key, colour in (("color", "grid"), ("labelcolor", "soft"))
-    }
-    return soft | {
-        "svg.fonttype": "none",
-        "font.family": "DejaVu Sans",
-        "font.size": 7.8,
-        "axes.labelsize": 7.8,
-        "axes.labelcolor": _COLOURS["soft"],
-        "axes.edgecolor": _COLOURS["grid"],
-        "axes.facecolor": "none",
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.formatter.use_mathtext": False,
-        "axes.formatter.useoffset": False,
-        "text.parse_math": False,
-        "figure.facecolor": "none",
-        "grid.color": _COLOURS["grid"],
-        "grid.linewidth": 0.5,
-        "axes.linewidth": 0.6,
-        "xtick.major.width": 0.6,
-        "ytick.major.width": 0.6,
-        "xtick.major.size": 2.5,
-        "ytick.major.size": 2.5,
-        "path.simplify": True,
-    }
-
-
-def _inline(document: str, name: str) -> str:
-    """The ``<svg>`` element alone: page colours, page font, ids of its own, no metadata and no namespaces."""
-    svg = document[document.index("<svg") :].strip()
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'<svg [^>]*?viewBox="([^"]+)"[^>]*>', r'<svg viewBox="\1" aria-hidden="true">', svg, count=1)
-    svg = re.sub(r'<g id="[^"]*"', "<g", svg).replace("xlink:href", "href")
-    svg = re.sub(r"(?<=font: )([\d.]+)px [^;\"]*", r"\1px var(--font)", svg)
-    for colour, value in _COLOURS.items():
-        svg = svg.replace(value, f"var(--{colour})")
-    return re.sub(r"\n\s*", " ", svg)

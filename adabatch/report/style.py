@@ -45,6 +45,8 @@ p { margin: 0 0 8px; }
 .caveats h3 { color: var(--warn); margin-bottom: 2px; }
 .caveats ul { margin: 0; padding-left: 18px; max-width: 90ch; font-size: .92rem; }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 440px), 1fr)); gap: 16px; }
+.alone { grid-template-columns: minmax(0, 620px); margin-top: 16px; }
+.words + .scroll { margin-top: 14px; }
 figure { margin: 0; background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 12px 12px 8px;
   min-width: 0; break-inside: avoid; }
 figure > svg { display: block; width: 100%; height: auto; margin-top: 6px; }

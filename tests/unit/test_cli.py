@@ -166,6 +166,66 @@ def test_a_folder_without_metrics_has_no_report(tmp_path: Path, call) -> None:
     assert err.startswith("adabatch report: there are no metrics at ") and "Traceback" not in err
 
 
+# -- recommend
+
+
+@pytest.fixture
+def measured(tmp_path: Path) -> Path:
+    """A run of batch 16 on 2 ranks that goes on, with a noise scale that rises to 114 samples."""
+    run = SyntheticRun(tmp_path / "run", start=16, top=16, samples=8_000)
+    with run.log() as log:
+        log.start(run.start_record())
+        run.train(log, run.samples)
+    return tmp_path / "run"
+
+
+def test_a_run_recommends_a_batch(measured: Path, call) -> None:
+    status, out, err = call("recommend", measured)
+    assert (status, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0].startswith("run: policy target_efficiency on 2 ranks, 8,000 samples in 500 steps")
+    assert any(line.startswith("Which batch? 95 % intervals") for line in lines)
+    assert [line.split()[0] for line in lines if line.startswith("         0.")] == ["0.5", "0.8", "0.9"]
+    assert sum("16*" in line.split() for line in lines) == 1, "the trade-off marks the batch in force"
+    assert lines[-1] == "The run has no end record: it is still going on, or it was killed."
+
+
+def test_a_recommendation_for_machines(measured: Path, call) -> None:
+    status, out, _ = call("recommend", measured, "--json")
+    plain = json.loads(out)
+    assert (status, plain["calibration"], plain["calibrated"], plain["ended"]) == (0, 1.0, False, None)
+    status, out, _ = call("recommend", measured, "--json", "--calibration", 3)
+    tripled = json.loads(out)
+    assert (status, tripled["calibrated"]) == (0, True)
+    for one, other in zip(plain["now"]["batches"], tripled["now"]["batches"]):
+        assert other["wanted"]["value"] == pytest.approx(3 * one["wanted"]["value"])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "there are no metrics at"),
+        ("{\n[]\n", "holds no metrics: none of its 2 lines is a record"),
+        ("", "has no noise scale yet, after 0 steps"),
+        ('{"kind":"step","step":90,"samples":1440,"global_batch":16}\n{"kind":"st', "holds no noise scale, after 90"),
+    ],
+)
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_a_run_that_recommends_nothing_says_why(
+    text: str | None, words: str, options: tuple[str, ...], tmp_path: Path, call
+) -> None:
+    if text is not None:
+        (tmp_path / "metrics.jsonl").write_text(text)
+    status, out, err = call("recommend", tmp_path, *options)
+    assert (status, out) == (2, "")
+    assert err.startswith("adabatch recommend: ") and words in err and "Traceback" not in err
+
+
+def test_a_calibration_must_be_one(measured: Path, call) -> None:
+    status, out, err = call("recommend", measured, "--calibration", "-1")
+    assert (status, out, err) == (2, "", "adabatch recommend: calibration must be above 0, got -1.0\n")
+
+
 # -- validate
 
 

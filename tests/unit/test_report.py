@@ -318,6 +318,52 @@ def test_a_long_run_makes_a_small_page(tmp_path: Path) -> None:
     assert "rows in the middle are left out" in page.words
 
 
+def recommended(page: Page) -> str:
+    """The words of the section on the batch, without breaks that cannot be seen."""
+    words = page.words.replace("\N{NO-BREAK SPACE}", " ")
+    return words.partition("Which batch?")[2].partition("Curves")[0]
+
+
+def test_the_report_says_which_batch(tmp_path: Path) -> None:
+    run = SyntheticRun(tmp_path, start=16, top=16, samples=4_000)
+    record = run.step_record
+    steady = dict(scale=48.0, scale_low=36.0, scale_high=72.0, resolved=True)
+    run.step_record = lambda: {**record(), **steady}  # type: ignore[method-assign]
+    with run.log() as log:
+        log.start(run.start_record())
+        run.train(log, run.samples)
+    section = recommended(read_page(tmp_path))
+    for words in ("48 [36, 72] -> 48", "12 [9, 18] -> 12", "Steps against samples, predicted (uncalibrated)"):
+        assert words in section
+    assert "0.5: 48" in section and "0.8: 12" in section, "marked in the figure"
+    assert "x 0.50" in section, "steps of batch 48: (1 + 48/48) / (1 + 48/16)"
+    assert "Predicted, not run" in section
+
+
+def test_the_report_of_a_run_without_a_resolved_scale_bounds_the_batch(tmp_path: Path) -> None:
+    run = SyntheticRun(tmp_path, start=16, top=16, samples=4_000)
+    record = run.step_record
+    bound = dict(scale=None, scale_low=36.0, scale_high=None, resolved=False)
+    run.step_record = lambda: {**record(), **bound}  # type: ignore[method-assign]
+    with run.log() as log:
+        log.start(run.start_record())
+        run.train(log, run.samples)
+    section = recommended(read_page(tmp_path))
+    assert section.count("above 36") == 4 and "->" not in section
+    assert "fixed batches: somewhere in here" in section and "data efficiency: batch" not in section
+
+
+def test_a_run_that_measured_nothing_has_no_section_on_the_batch(tmp_path: Path) -> None:
+    run = SyntheticRun(tmp_path, start=16, top=16, samples=400)
+    record = run.step_record
+    nothing = dict.fromkeys(("scale", "scale_low", "scale_high", "resolved", "efficiency"))
+    run.step_record = lambda: {**record(), **nothing}  # type: ignore[method-assign]
+    with run.log() as log:
+        log.start(run.start_record())
+        run.train(log, 400)
+    assert "Which batch?" not in read_page(tmp_path).words
+
+
 def test_a_report_needs_metrics(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="metrics"):
         write_report(tmp_path)
