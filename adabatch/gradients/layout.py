@@ -1,12 +1,12 @@
 """What a model is made of, as far as its gradients go: trainable parameters, their device, and who synchronises them.
 
 This is where wrappers are recognised. What is not recognised is refused, because wrappers differ in ways that change
-a measurement without an error: under FSDP2 a parameter's hook never sees the local gradient.
+a measurement without an error: under FSDP2, for one, a parameter's hook never sees the local gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,13 +15,17 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from adabatch import distributed
+from adabatch.gradients.sharding import Shards, is_sharded, local, reshard, sharded_modules, survey_shards
 
-SUPPORTED = "a plain module in one process, or DistributedDataParallel on any number of ranks"
+SUPPORTED = (
+    "a plain module in one process, or DistributedDataParallel or FSDP2 (fully_shard, also over a 2-D mesh) on any "
+    "number of ranks"
+)
 
 # By class name, because importing them all would cost seconds.
 REFUSED = {
     "FullyShardedDataParallel": "FSDP1 shards gradients before any hook sees them",
-    "FSDPModule": "FSDP2 (fully_shard) reduces gradients before a parameter's hooks see them",
+    "ReplicateModule": "replicate() all-reduces gradients before any hook sees them; use DistributedDataParallel",
     "DataParallel": "DataParallel splits every batch inside one process",
     "DeepSpeedEngine": "DeepSpeed owns backward, synchronisation and the step",
     "DistributedModelParallel": "torchrec shards embeddings over the ranks",
@@ -42,9 +46,9 @@ class Alike:
     large: tuple[nn.Parameter, ...]
 
     def gradients(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The gradients that exist now, of small and of large parameters."""
-        small = [gradient for parameter in self.small if (gradient := parameter.grad) is not None]
-        large = [gradient for parameter in self.large if (gradient := parameter.grad) is not None]
+        """The gradients that exist now, of small and of large parameters; under FSDP2, this rank's shards of them."""
+        small = [local(gradient) for parameter in self.small if (gradient := parameter.grad) is not None]
+        large = [local(gradient) for parameter in self.large if (gradient := parameter.grad) is not None]
         return small, large
 
 
@@ -54,17 +58,17 @@ class Layout:
 
     Attributes:
         parallel: every DistributedDataParallel in the model, nested ones included.
+        shards: how FSDP2 has sharded the model; ``None`` where it has not.
         names, parameters: the trainable parameters, in the model's order; tied ones once.
         frozen: parameters that need no gradient.
         known: ids of the trainable parameters.
         alike: the trainable parameters by dtype.
         group, rank, world: the process group that synchronises the gradients, and this process in it.
         device: where all parameters live.
-        sharded: whether ``.grad`` holds only this rank's shard.
-        replicas: on how many ranks each shard lives.
     """
 
     parallel: tuple[DistributedDataParallel, ...]
+    shards: Shards | None
     names: tuple[str, ...]
     parameters: tuple[nn.Parameter, ...]
     frozen: tuple[nn.Parameter, ...]
@@ -74,8 +78,16 @@ class Layout:
     rank: int
     world: int
     device: torch.device
-    sharded: bool = False
-    replicas: int = 1
+
+    @property
+    def sharded(self) -> bool:
+        """Whether ``.grad`` holds only this rank's shard."""
+        return self.shards is not None
+
+    @property
+    def replicas(self) -> int:
+        """On how many ranks each shard lives."""
+        return self.shards.replicas if self.shards else 1
 
 
 def survey(model: nn.Module) -> Layout:
@@ -86,26 +98,34 @@ def survey(model: nn.Module) -> Layout:
             on several devices, or a model with nothing to train. The message names the module or parameter.
     """
     _refuse_wrappers(model)
+    fully_sharded = sharded_modules(model)
+    reshard(fully_sharded)
     named = list(model.named_parameters())
     trainable = [(name, parameter) for name, parameter in named if parameter.requires_grad]
     if not trainable:
         raise ValueError(
             f"{type(model).__name__} has no trainable parameter: {len(named)} are frozen; there is nothing to measure"
         )
-    _refuse_parameters(trainable)
+    _refuse_parameters(trainable, sharded=bool(fully_sharded))
     parallel = tuple(module for module in model.modules() if isinstance(module, DistributedDataParallel))
-    _require_synchronised(model, parallel, trainable)
+    shards = None
+    if fully_sharded:
+        _refuse_both(parallel, fully_sharded)
+        shards = survey_shards(fully_sharded, trainable)
+    else:
+        _require_synchronised(model, parallel, trainable)
     group = parallel[0].process_group if parallel else None
     return Layout(
         parallel=parallel,
+        shards=shards,
         names=tuple(name for name, _ in trainable),
         parameters=tuple(parameter for _, parameter in trainable),
         frozen=tuple(parameter for _, parameter in named if not parameter.requires_grad),
         known=frozenset(id(parameter) for _, parameter in trainable),
-        alike=tuple(_by_dtype([parameter for _, parameter in trainable])),
+        alike=_by_dtype([parameter for _, parameter in trainable]),
         group=group,
-        rank=distributed.rank(group) if parallel else 0,
-        world=distributed.size(group) if parallel else 1,
+        rank=distributed.rank(group) if parallel or shards else 0,
+        world=distributed.size(group) if parallel or shards else 1,
         device=trainable[0][1].device,
     )
 
@@ -133,13 +153,15 @@ def require_current(layout: Layout, model: nn.Module) -> None:
     Raises:
         ValueError: naming the first parameter that was added, replaced or unfrozen since.
     """
+    known = layout.known | layout.shards.unsharded() if layout.shards else layout.known
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and id(parameter) not in layout.known:
+        if parameter.requires_grad and id(parameter) not in known:
             raise ValueError(f"parameter {name!r} was added, replaced or unfrozen after attach(); {_afresh(layout)}")
 
 
 def _afresh(layout: Layout) -> str:
     wrap = "wrap the model in DistributedDataParallel anew, then " if layout.parallel else ""
+    wrap = "call fully_shard() with it, then " if layout.shards else wrap
     return f"{wrap}call detach() and attach() again (the model handed over must hold all parameters of the optimizer)"
 
 
@@ -161,7 +183,7 @@ def _refuse_wrappers(model: nn.Module) -> None:
             raise ValueError(f"{where} makes sparse gradients, which are not supported; set sparse=False")
 
 
-def _refuse_parameters(trainable: Sequence[tuple[str, nn.Parameter]]) -> None:
+def _refuse_parameters(trainable: Sequence[tuple[str, nn.Parameter]], *, sharded: bool) -> None:
     devices = {parameter.device for _, parameter in trainable}
     if len(devices) > 1:
         raise ValueError(
@@ -169,13 +191,21 @@ def _refuse_parameters(trainable: Sequence[tuple[str, nn.Parameter]]) -> None:
             f"supported. Supported: {SUPPORTED}"
         )
     for name, parameter in trainable:
-        if any(kind.__name__ == "DTensor" for kind in type(parameter).__mro__):
+        if is_sharded(parameter) and not sharded:
             raise ValueError(
-                f"parameter {name!r} is a DTensor (FSDP2 or tensor parallelism), which is not supported. "
-                f"Supported: {SUPPORTED}"
+                f"parameter {name!r} is a DTensor without fully_shard() (tensor parallelism, or a part of an FSDP2 "
+                f"model), which is not supported. Supported: {SUPPORTED}"
             )
         if torch.nn.parameter.is_lazy(parameter):
             raise ValueError(f"parameter {name!r} has no shape yet; run one forward pass before attach()")
+
+
+def _refuse_both(parallel: Sequence[DistributedDataParallel], fully_sharded: Sequence[tuple[str, nn.Module]]) -> None:
+    if parallel:
+        raise ValueError(
+            f"the model holds DistributedDataParallel and FSDP2 modules ({fully_sharded[0][0]!r}), which is not "
+            f"supported; use fully_shard() over a 2-D mesh (replicate, shard) for both"
+        )
 
 
 def _require_synchronised(
@@ -190,7 +220,8 @@ def _require_synchronised(
     if not parallel:
         raise ValueError(
             f"{type(model).__name__} is a plain module in a process group of {ranks} ranks, so nobody synchronises its "
-            f"gradients; wrap it in torch.nn.parallel.DistributedDataParallel first"
+            f"gradients; wrap it in torch.nn.parallel.DistributedDataParallel first, or hand over the wrapped one: "
+            f"trainer.model_wrapped in Hugging Face, trainer.strategy.model in Lightning"
         )
     if any(module.process_group != parallel[0].process_group for module in parallel):
         raise ValueError("the model's DistributedDataParallel modules use different process groups; use one for all")
@@ -208,11 +239,13 @@ def _require_synchronised(
             )
 
 
-def _by_dtype(parameters: Sequence[nn.Parameter]) -> Iterator[Alike]:
-    for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
-        alike = [parameter for parameter in parameters if parameter.dtype == dtype]
-        yield Alike(
-            dtype=dtype,
-            small=tuple(parameter for parameter in alike if parameter.numel() <= BULK_ELEMENTS),
-            large=tuple(parameter for parameter in alike if parameter.numel() > BULK_ELEMENTS),
-        )
+@torch.no_grad()
+def _by_dtype(parameters: Sequence[nn.Parameter]) -> tuple[Alike, ...]:
+    dtypes = dict.fromkeys(parameter.dtype for parameter in parameters)
+    return tuple(_alike(dtype, [parameter for parameter in parameters if parameter.dtype == dtype]) for dtype in dtypes)
+
+
+def _alike(dtype: torch.dtype, parameters: Sequence[nn.Parameter]) -> Alike:
+    small = tuple(parameter for parameter in parameters if local(parameter).numel() <= BULK_ELEMENTS)
+    large = tuple(parameter for parameter in parameters if local(parameter).numel() > BULK_ELEMENTS)
+    return Alike(dtype, small, large)

@@ -169,13 +169,6 @@ def _doubly_wrapped() -> nn.Module:
     return DistributedDataParallel(nn.Sequential(DistributedDataParallel(nn.Linear(2, 2)), nn.Linear(2, 2)))
 
 
-def _fully_sharded() -> nn.Module:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    return fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2,)))
-
-
 def _tensor_parallel() -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import distribute_tensor
@@ -191,7 +184,6 @@ def _tensor_parallel() -> nn.Module:
         (_plain, ["Tied is a plain module in a process group of 2 ranks", "wrap it in"]),
         (_partly_wrapped, ["'bare.weight' is not synchronised over the 2 ranks"]),
         (_doubly_wrapped, ["inside another one", "kind='hooks'"]),
-        (_fully_sharded, ["FSDPLinear", "FSDP2 (fully_shard)", "Supported: a plain module"]),
         (_tensor_parallel, ["'weight' is a DTensor"]),
     ],
 )
