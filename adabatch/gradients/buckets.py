@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from adabatch.gradients.layout import Layout
 from adabatch.gradients.norms import each, together
-from adabatch.gradients.rulers import Ruler, summed
+from adabatch.gradients.rulers import Instrument, Readings, Ruler, instruments
 
 CommunicationHook = Callable[[Any, dist.GradBucket], torch.futures.Future]
 
@@ -30,8 +30,7 @@ class _Exchange:
         measuring: whether norms are taken.
         summing: whether the division by the world size is left to the caller, who divides anyhow.
         places: each trainable parameter's number in the layout, by identity.
-        rulers: views beside the Euclidean one.
-        parts, views, seen: norms by parameter, squared lengths by ruler and parameter, and real numbers, taken in this
+        parts, readings, seen: norms by parameter, views beside the Euclidean one, and real numbers, taken in this
             window's first synchronisation.
         synchronised: synchronisations since the window began.
     """
@@ -44,33 +43,29 @@ class _Exchange:
     attached: bool = False
     measuring: bool = False
     summing: bool = False
-    rulers: tuple[Ruler, ...] = ()
     parts: dict[int, Tensor] = field(default_factory=dict)
-    views: list[dict[int, Tensor]] = field(default_factory=list)
+    readings: Readings = field(default_factory=Readings)
     seen: int = 0
     synchronised: int = 0
 
     def forget(self) -> None:
         self.parts = {}
-        self.views = [{} for _ in self.rulers]
+        self.readings.clear()
         self.seen = self.synchronised = 0
 
     def squares(self) -> Tensor:
         """Squared lengths of this rank's gradient, (views,), from all buckets seen, whatever was in which bucket."""
         parts = _in_order(self.parts)
         square = together(parts, parts[0].device).square()
-        return torch.stack([square, *(summed(_in_order(view), square.device) for view in self.views)])
+        return torch.cat([square.reshape(1), self.readings.totals()])
 
     def take(self, bucket: dist.GradBucket) -> None:
         """Take lengths, gradient by gradient: DDP fills its buckets anew after the first step of every launch."""
         places = [self.places[id(parameter)] for parameter in bucket.parameters()]
         gradients = bucket.gradients()
-        self.parts.update(zip(places, each(gradients), strict=True))
-        for ruler, view in zip(self.rulers, self.views):
-            for place, gradient in zip(places, gradients):
-                square = ruler.square(place, gradient)
-                if square is not None:
-                    view[place] = square
+        norms = each(gradients)
+        self.parts.update(zip(places, norms, strict=True))
+        self.readings.see(places, gradients, norms)
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future:
         """The bucket's way over the ranks: the user's, or DDP's own, which multiplies by 1/world before the sum."""
@@ -106,14 +101,14 @@ class BucketSource:
         self,
         layout: Layout,
         inner: tuple[Any, CommunicationHook] | None = None,
-        rulers: Sequence[Ruler] = (),
+        rulers: Sequence[Ruler | Instrument] = (),
     ) -> None:
         _require_ranks(layout, inner)
         self._layout = layout
         self._summing = False
         for module in layout.parallel:
             _require_free(module)
-        self._exchanges = [_exchange(module, layout, inner, tuple(rulers)) for module in layout.parallel]
+        self._exchanges = [_exchange(module, layout, inner, instruments(rulers)) for module in layout.parallel]
 
     @property
     def measuring(self) -> bool:
@@ -213,7 +208,7 @@ def _exchange(
     module: DistributedDataParallel,
     layout: Layout,
     inner: tuple[Any, CommunicationHook] | None,
-    rulers: tuple[Ruler, ...],
+    rulers: tuple[Instrument, ...],
 ) -> _Exchange:
     """The module's exchange: the one that a former tap left behind, or a newly registered one."""
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -221,7 +216,7 @@ def _exchange(
     left_behind = _left_behind(module)
     exchange = left_behind or _Exchange(module.process_group, layout.world, elements)
     exchange.inner, exchange.elements, exchange.attached = inner, elements, True
-    exchange.rulers = rulers
+    exchange.readings = Readings(rulers, layout.device)
     exchange.places = {id(parameter): place for place, parameter in enumerate(layout.parameters)}
     if not left_behind:
         module.register_comm_hook(exchange, communicate)

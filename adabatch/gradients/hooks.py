@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from adabatch.gradients.layout import HALF, Layout
 from adabatch.gradients.norms import pieces, together
-from adabatch.gradients.rulers import Ruler, summed
+from adabatch.gradients.rulers import Instrument, Readings, Ruler, instruments, names
 
 # On a GPU every norm is a kernel launch, so small gradients are held until their micro-batch ends and taken by one.
 # Held ones are bounded in all: 4 MB in single precision. On a CPU holding buys nothing (measured), it costs a copy.
@@ -29,16 +29,16 @@ class HookSource:
     groups = "one group per micro-batch of every rank"
     by_rank = False
 
-    def __init__(self, layout: Layout, rulers: Sequence[Ruler] = ()) -> None:
+    def __init__(self, layout: Layout, rulers: Sequence[Ruler | Instrument] = ()) -> None:
         self._layout = layout
-        self._rulers = tuple(rulers)
+        self._views = len(names(rulers))
+        self._readings = Readings(instruments(rulers), layout.device)
         self._held_from = _held(layout)
         self._handles: list[RemovableHandle] = []
         self._seen = bytearray(len(layout.parameters))
         self._repeated: int | None = None
         self._parts: list[Tensor] = []
-        self._held: list[Tensor] = []
-        self._views: list[list[Tensor]] = [[] for _ in self._rulers]
+        self._held: dict[int, Tensor] = {}
         self._squares: Tensor | None = None
 
     @property
@@ -96,7 +96,7 @@ class HookSource:
         """Squared lengths, (views,), summed over the window's groups on this rank; ``None`` when not measured."""
         squares, self._squares = self._squares, None
         if self.measuring and squares is None:
-            squares = torch.zeros(1 + len(self._rulers), dtype=torch.float64, device=self._layout.device)
+            squares = torch.zeros(1 + self._views, dtype=torch.float64, device=self._layout.device)
         return squares
 
     def detach(self) -> None:
@@ -107,21 +107,22 @@ class HookSource:
         """Squared lengths of the micro-batch's gradient, (views,)."""
         parts = self._parts
         if self._held:
-            parts = [*parts, *torch._foreach_norm(self._held, 2, _accumulator(self._held[0].dtype))]
+            held = list(self._held.values())
+            norms = torch._foreach_norm(held, 2, _accumulator(held[0].dtype))
+            self._readings.see(list(self._held), held, norms)
+            parts = [*parts, *norms]
         square = together(parts, self._layout.device).square()
-        return torch.stack([square, *(summed(squares, self._layout.device) for squares in self._views)])
+        return torch.cat([square.reshape(1), self._readings.totals()])
 
     def _forget(self) -> None:
         self._seen[:] = bytes(len(self._seen))
         self._repeated = None
         self._parts.clear()
         self._held.clear()
-        for squares in self._views:
-            squares.clear()
+        self._readings.clear()
 
     def _hook(self, index: int) -> Callable[[Tensor], None]:
-        seen, parts, held = self._seen, self._parts, self._held
-        views = list(zip(self._rulers, self._views))
+        seen, parts, held, readings = self._seen, self._parts, self._held, self._readings
         hold = index in self._held_from
 
         def hook(gradient: Tensor) -> None:
@@ -130,13 +131,11 @@ class HookSource:
                 return
             seen[index] = 1
             if hold and gradient.layout == torch.strided:
-                held.append(gradient)
+                held[index] = gradient
             else:
-                parts.append(pieces(gradient))
-            for ruler, squares in views:
-                square = ruler.square(index, gradient)
-                if square is not None:
-                    squares.append(square)
+                norm = pieces(gradient)
+                parts.append(norm)
+                readings.see((index,), (gradient,), (norm,))
 
         return hook
 

@@ -63,21 +63,21 @@ def together(parts: Sequence[Tensor], device: torch.device) -> Tensor:
     return torch.linalg.vector_norm(torch.cat(vectors) if len(vectors) > 1 else vectors[0], dtype=torch.float64)
 
 
-def gradient_norm(alike: Sequence[Alike], device: torch.device) -> Tensor:
-    """The norm over all gradients that exist, a scalar in double precision on the device.
+def gradient_norms(alike: Sequence[Alike]) -> tuple[list[Tensor], list[Tensor]]:
+    """All gradients that exist, the small and the large ones of each dtype, and their ``pieces``.
 
     Raises:
         ValueError: when no parameter has a gradient, or one is sparse.
     """
-    parts: list[Tensor] = []
+    gradients: list[Tensor] = []
+    norms: list[Tensor] = []
     for parameters in alike:
         small, large = parameters.gradients()
-        if small:
-            parts.extend(_bulk(small))
-        parts.extend(pieces(gradient) for gradient in large)
-    if not parts:
+        gradients += small + large
+        norms += [*(_bulk(small) if small else ()), *map(pieces, large)]
+    if not norms:
         raise ValueError("no parameter has a gradient: backward did not reach the model, or zero_grad() came before")
-    return together(parts, device)
+    return gradients, norms
 
 
 def _bulk(gradients: list[Tensor]) -> Sequence[Tensor]:
