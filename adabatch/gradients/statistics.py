@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from adabatch.gradients.outbox import Copy, Letter
-from adabatch.noise import Measurement
+from adabatch.noise import NORM_LAYERS, Measurement
 
 # What is summed over the ranks, in double precision. The squared lengths come last: of the groups in every view, and
 # where the ranks hold shards of the mean gradient, of those shards.
@@ -25,12 +25,14 @@ class Tally:
         samples: independent units so far.
         weights: loss weight of each micro-batch; tensors stay on the device.
         loss: sum of weight times mean loss, on the device where that is not the CPU; ``None`` while no loss was given.
+        examples: groups and their summed squared weights in each micro-batch, where every example is a group.
     """
 
     device: torch.device
     samples: int = 0
     weights: list[float | Tensor] = field(default_factory=list)
     loss: float | Tensor | None = None
+    examples: list[tuple[float | Tensor, float | Tensor]] = field(default_factory=list)
 
     def add(self, samples: int, weight: float | Tensor, loss: Tensor | None) -> None:
         """Count one micro-batch. A loss of weight 0 is left out: a mean over nothing is not a number."""
@@ -96,6 +98,14 @@ def summarise(
     return numbers + ([0.0] * views if squares is None else entries(squares))
 
 
+def summarise_examples(tally: Tally, square: Tensor | None) -> list[float | Tensor]:
+    """The same for groups of one example: their number, summed squared weights, and summed squared lengths."""
+    if square is None:
+        return [0.0, 0.0, 0.0]
+    groups, weight_squares = zip(*tally.examples)
+    return [sum(groups), sum(weight_squares), *entries(square)]
+
+
 def entries(vector: Tensor) -> list[float | Tensor]:
     """The elements of a vector: numbers where asking is free, scalars on the device elsewhere."""
     return vector.tolist() if free_to_ask(vector.device) else list(vector.unbind())
@@ -115,36 +125,50 @@ class Pending:
         *,
         views: Sequence[tuple[str, Tensor]] = (),
         scale: Tensor | None = None,
+        along: Tensor | None = None,
+        max_norm: float | None = None,
         share: float,
         over_weight: bool,
+        mean_over_weight: bool = False,
         planned: tuple[int, int] | None = None,
         assumed: bool = False,
+        examples: int | None = None,
     ) -> None:
         """
         Args:
             letter: the numbers that are summed over the ranks.
             norm: norm of the mean gradient, which all ranks have.
-            views: squared length of the mean gradient in every view that follows the Euclidean one, by name.
+            views: names of the views that follow the Euclidean one, and what the sum of the ranks' shares of their
+                squared length is multiplied by to be the mean gradient's.
             scale: the loss scale, if there is one.
+            along: product of the mean gradient with the average past gradient, where it was taken.
+            max_norm: norm above which the gradient was clipped, if it was to be.
             share: what a group's gradient is multiplied by to be its part p_k g_k of the mean gradient.
             over_weight: whether that is to be divided by the window's weight, which only the sum tells.
+            mean_over_weight: whether norm, views and product are to be, too.
             planned: step and global batch of the plan that was to be carried out, if there was one.
             assumed: whether the gradient was divided by the planned samples, as the weights seemed to be samples.
+            examples: where the numbers of groups of one example begin, if there are any.
         """
         self._letter = letter
         self._views = [name for name, _ in views]
-        facts = [norm, torch.ones_like(norm) if scale is None else scale, *(square for _, square in views)]
-        self._facts = Copy(torch.stack(facts))
+        given = [torch.full_like(norm, neutral) if fact is None else fact for fact, neutral in ((scale, 1), (along, 0))]
+        self._facts = Copy(torch.stack([norm, *given, *(factor for _, factor in views)]))
+        self._drift = along is not None
+        self._max_norm = max_norm
         self._share = share
         self._over_weight = over_weight
+        self._mean_over_weight = mean_over_weight
         self._planned = planned
         self._assumed = assumed
+        self._examples = examples
         self._measurement: Measurement | None = None
 
     def read(self) -> Measurement:
         """The measurement; waits for the device on the first call.
 
-        A window of which nothing was measured, or a group of which was not finite, has 0 groups.
+        A window of which nothing was measured, or a group of which was not finite, has 0 groups; a view in which that
+        is so (or that cannot be measured yet) is left out.
 
         Raises:
             ValueError: when the window's samples, over all ranks, were not the plan's, or some micro-batches had
@@ -171,13 +195,19 @@ class Pending:
 
     def _made(self) -> Measurement:
         numbers = self._letter.read()
-        norm, scale, *mean_squares = self._facts.read()
+        norm, scale, along, *factors = self._facts.read()
+        after = SQUARES + 1 + len(factors)
+        mean_squares = [share * factor for share, factor in zip(numbers[after:], factors)]
         weight = numbers[WEIGHT]
         self._require_planned(round(numbers[SAMPLES]), weight)
         share = self._share / (weight or math.nan) if self._over_weight else self._share
-        group_squares = [square * (share / scale) ** 2 for square in numbers[SQUARES : SQUARES + 1 + len(mean_squares)]]
-        measured = all(map(math.isfinite, group_squares))
-        return Measurement(
+        if self._mean_over_weight:
+            norm, along = norm / (weight or math.nan), along / (weight or math.nan)
+            mean_squares = [square / (weight or math.nan) ** 2 for square in mean_squares]
+        group_squares = [square * (share / scale) ** 2 for square in numbers[SQUARES:after]]
+        measured = math.isfinite(group_squares[0])
+        views = zip(self._views, mean_squares, group_squares[1:])
+        found = Measurement(
             samples=round(numbers[SAMPLES]),
             groups=round(numbers[GROUPS]) if measured else 0,
             mean_square=norm * norm,
@@ -186,8 +216,26 @@ class Pending:
             weight=weight,
             loss=numbers[LOSS] / (weight or math.nan),
             finite=math.isfinite(norm),
-            views=dict(zip(self._views, zip(mean_squares, group_squares[1:]))) if measured else {},
+            views={view: (mean, group) for view, mean, group in views if measured and math.isfinite(mean + group)},
+            drift=along if self._drift and math.isfinite(along) else None,
+            clipped=None if self._max_norm is None else norm > self._max_norm,
         )
+        return self._with_examples(found, numbers, share / scale)
+
+    def _with_examples(self, found: Measurement, numbers: Sequence[float], share: float) -> Measurement:
+        """The same window once more, with one group per example, in the view of the normalisation layers."""
+        if self._examples is None or NORM_LAYERS not in found.views:
+            return found
+        groups, weight_square, square = numbers[self._examples : self._examples + 3]
+        alone = replace(
+            found,
+            groups=round(groups) if math.isfinite(square) else 0,
+            mean_square=found.views[NORM_LAYERS][0],
+            group_square=square * share**2 if math.isfinite(square) else 0.0,
+            weight_square=weight_square / (found.weight * found.weight or math.nan),
+            views={},
+        )
+        return replace(found, examples=alone)
 
     def _require_planned(self, samples: int, weight: float) -> None:
         step, global_batch = self._planned or (0, samples)

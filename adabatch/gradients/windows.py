@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import ExitStack
 from typing import Self
 
 import torch
 from torch import Tensor
 
+from adabatch.gradients.drift import product
 from adabatch.gradients.layout import HALF, require_covered
 from adabatch.gradients.outcomes import Outcome
 from adabatch.gradients.statistics import WEIGHT, Pending, checked
@@ -96,6 +96,7 @@ class Window:
         samples: int,
         weight: float | Tensor | None = None,
         scaler: torch.amp.GradScaler | None = None,
+        sample_weights: Tensor | None = None,
     ) -> None:
         """Add one micro-batch's share of the gradient: ``weight`` times the gradient of ``mean_loss``.
 
@@ -106,6 +107,7 @@ class Window:
                 tensor on the device stays there. Give it in all micro-batches on all ranks, or in none: with none, no
                 rank waits for the others' weights.
             scaler: gradient scaler for fp16; hand the same one to ``finish``.
+            sample_weights: how much each example counts in the mean, as in ``Tap.note``.
 
         Raises:
             ValueError: outside ``micro_batch()``, for a loss that is no scalar or a weight that is negative or not
@@ -127,7 +129,7 @@ class Window:
         with torch.no_grad():
             self._tap._tally.add(samples, weight, mean_loss.detach().reshape(()))
         scaled.backward(_factor(weight, self._unit, scaled))
-        self._tap.source.close_micro_batch(weight, last)
+        self._tap._close_micro_batch(samples, weight, sample_weights, last)
 
     def request_stop(self) -> None:
         """Ask all ranks to stop; they see it in this window's outcome."""
@@ -170,12 +172,13 @@ class Window:
         tap, layout = self._tap, self._tap.layout
         rank_pause = pause if layout.rank == 0 else 0
         norm, mean_squares = tap._lengths()
-        letter = tap._post(stop=self._stop or stop, pause=rank_pause, mean_squares=mean_squares)
+        along = product(optimizers, layout.device) if self.plan.drift else None
+        letter = tap._post(stop=self._stop or stop, pause=rank_pause, mean_squares=mean_squares, along=along)
         assumed = self._by_samples and not self._by_weight
         if exchange or layout.sharded or not assumed:
             tap._outbox.send()
         if layout.sharded:
-            norm, mean_squares = tap._joined(letter)
+            norm, along = tap._joined(letter, along is not None)
         unit = self._unit * tap.source.reduction
         weight = self.plan.global_batch if assumed else letter.on_device()[WEIGHT]
         factor = torch.full_like(norm, unit) / weight
@@ -187,12 +190,15 @@ class Window:
         self.measurement = Pending(
             letter,
             mean_norm,
-            views=[(ruler.name, square * to_mean.square()) for ruler, square in zip(tap.rulers, mean_squares[1:])],
+            views=tap._in_views(to_mean),
             scale=scale,
+            along=None if along is None else along * to_mean,
+            max_norm=max_norm,
             share=self._unit,
             over_weight=True,
             planned=(self.plan.step, self.plan.global_batch),
             assumed=assumed,
+            examples=tap._examples_at,
         )
         tap._open(summing=False)
         return Outcome(optimizers, self.measurement, skip, scaler)
@@ -232,7 +238,7 @@ class MicroBatch:
 
     def __init__(self, window: Window) -> None:
         self._window = window
-        self._quiet: ExitStack | None = None
+        self._travelling = window._tap.synchroniser.micro_batch(window._begun + 1 == window.plan.micro_batches)
 
     def __enter__(self) -> None:
         window = self._window
@@ -243,14 +249,10 @@ class MicroBatch:
             )
         window._begun += 1
         window._inside = True
-        if window._begun < window.plan.micro_batches and window._tap.layout.parallel:
-            self._quiet = ExitStack()
-            for module in window._tap.layout.parallel:
-                self._quiet.enter_context(module.no_sync())
+        self._travelling.__enter__()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._quiet is not None:
-            self._quiet.close()
+        self._travelling.__exit__(None, None, None)
         if kind is None and self._window._inside:
             raise ValueError("a micro-batch ended without window.backward(...); a filler runs it too, with weight 0")
 

@@ -1,0 +1,42 @@
+"""The product of the mean gradient with the optimizer's momentum: does training still go where it went?
+
+The momentum is an average of past gradients, whose noise is independent of the present window's. The expected product
+is therefore the part of |G|^2 that persists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from adabatch.gradients.rulers import summed
+from adabatch.gradients.sharding import local
+
+
+def product(optimizers: Sequence[torch.optim.Optimizer], device: torch.device) -> Tensor | None:
+    """Sum of gradient times average past gradient over all parameters that have both, a scalar in double precision.
+
+    The average past gradient is Adam's first moment over 1 - beta1^t, and (1 - mu) times SGD's or Muon's momentum
+    buffer, whose weights sum to 1/(1 - mu). ``None`` when no optimizer keeps a momentum (yet), on all ranks alike.
+    """
+    products = [
+        torch.dot(gradient.reshape(-1), momentum.reshape(-1)) * scale
+        for optimizer in optimizers
+        for gradient, momentum, scale in _pairs(optimizer)
+    ]
+    return summed([one.double() for one in products], device) if products else None
+
+
+def _pairs(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, Tensor, float | Tensor]]:
+    """Gradient, momentum, and what makes the momentum an average."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            if parameter.grad is None:
+                continue
+            if "exp_avg" in state and "step" in state:
+                yield local(parameter.grad), local(state["exp_avg"]), 1 / (1 - group["betas"][0] ** state["step"])
+            elif state.get("momentum_buffer") is not None:
+                yield local(parameter.grad), local(state["momentum_buffer"]), 1 - group["momentum"]
