@@ -11,22 +11,26 @@ unread and are read, in order, when a decision is due: on the other steps the ho
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from adabatch import plan as planning
+from adabatch.evidence import Evidence, Reading
+from adabatch.guards import GuardReport
 from adabatch.ledger import Decision, Ledger
 from adabatch.noise import Estimate, Measurement, NoiseEstimator
 from adabatch.plan import BatchLimits, BatchPlan
 from adabatch.policies import Damping, Policy, Proposal, Replay, Situation, Wanted, supported_scale
 from adabatch.progress import Budget, Progress
+from adabatch.reasons import kind_of, sentence
 from adabatch.scaling import Scaling
 from adabatch.schedules import Schedule, ScheduleLike
+from adabatch.slope import SlopeFit
 
-STATE_VERSION = 1
-# The smallest batch that a closed-loop policy may use: one sample alone has nothing to be compared with.
-FEWEST_MEASURABLE = 2
+STATE_VERSION = 2
+# Of so many measured windows, one is compared with the optimizer's momentum.
+DRIFT_EVERY = 8
 
 
 class Readable(Protocol):
@@ -47,7 +51,8 @@ class Controller:
         policy: which batch is wanted (``adabatch.policies``).
         limits: world size, micro-batch and bounds.
         start_batch: global batch of the first step, for policies that do not name it themselves.
-        noise: the estimator, or ``None`` to measure nothing.
+        noise: the estimator, or several, one for each view of the gradients: decisions go by the first, the others are
+            for the record. ``None`` measures nothing.
         scaling: the rule by which learning rate and companions move, or ``None`` for no scaling.
         schedule: learning-rate schedule.
         damping: gates for closed-loop policies.
@@ -55,6 +60,7 @@ class Controller:
         tokens_per_sample: tokens of each sample where they are equal; otherwise tokens are the loss weights, which
             are read with the measurements, and what depends on tokens knows those of the last due date.
         decide_every: steps between two decisions; a decision reads the measurements from the device.
+        measure_every: steps between two measured ones.
         max_skipped: windows in a row with a non-finite gradient that end the run.
         agree: gives every rank what rank 0 passes in (plain JSON data); the identity on one rank.
 
@@ -66,20 +72,22 @@ class Controller:
     policy: Policy
     limits: BatchLimits
     start_batch: int | None = None
-    noise: NoiseEstimator | None = None
+    noise: NoiseEstimator | Sequence[NoiseEstimator] | None = None
     scaling: Scaling | None = None
     schedule: ScheduleLike = field(default_factory=Schedule)
     damping: Damping = field(default_factory=Damping)
     budget: Budget = field(default_factory=Budget)
     tokens_per_sample: int | None = None
     decide_every: int = 16
+    measure_every: int = 1
     max_skipped: int = 5
     agree: Callable[[Any], Any] = lambda value: value
     ledger: Ledger = field(default_factory=Ledger, init=False)
     progress: Progress = field(default_factory=Progress, init=False)
     batch: int = field(default=0, init=False)
-    _estimate: Estimate | None = field(default=None, init=False)
-    _noise_state: dict[str, Any] | None = field(default=None, init=False)
+    _evidence: Evidence | None = field(default=None, init=False)
+    _measured: dict[str, Any] | None = field(default=None, init=False)
+    _reading: Reading = field(default_factory=Reading, init=False)
     _policy_state: Mapping[str, Any] = field(default_factory=dict, init=False)
     _recorded_scale: float | None = field(default=None, init=False)
     _changed_at: int = field(default=0, init=False)
@@ -87,21 +95,22 @@ class Controller:
     _accounted: int = field(default=0, init=False)
     _tokens_when_due: int = field(default=0, init=False)
     _skipped_in_a_row: int = field(default=0, init=False)
-    _unread: list[tuple[int, Readable]] = field(default_factory=list, init=False)
+    _unread: list[tuple[BatchPlan, Readable]] = field(default_factory=list, init=False)
     _plan: BatchPlan | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        if self.decide_every < 1 or self.max_skipped < 1:
-            raise ValueError(
-                f"decide_every and max_skipped must be at least 1, got {self.decide_every} and {self.max_skipped}"
-            )
+        for name in ("decide_every", "measure_every", "max_skipped"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.policy.closed_loop and self.noise is None:
             raise ValueError(f"policy {self.policy.name} follows the noise scale, and noise=None measures none")
         if self.schedule.unit == "tokens" and self.tokens_per_sample is None:
             raise ValueError("a learning-rate schedule in tokens needs tokens_per_sample; give its lengths in samples")
         for batch in self.policy.batches:
             self.limits.require(batch, f"a batch of policy {self.policy.name}")
-        self._noise_state = self.noise.init() if self.noise else None
+        if self.noise is not None:
+            self._evidence = Evidence(self.noise if isinstance(self.noise, Sequence) else [self.noise])
+            self._measured = self._evidence.init()
         self._policy_state = self.policy.init()
         self.batch = self._first_batch()
         self._due_at = planning.samples_in(self.decide_every, self.batch)
@@ -122,12 +131,15 @@ class Controller:
             if self.progress.steps == 0 and not self.policy.exact:
                 self.limits.require(self.batch, "limits.start_batch")
             batch = int(min(self.batch, self._left()))
+            step = self.progress.steps
+            measure = self._evidence is not None and batch >= self.limits.fewest_measurable and step % self.measure_every == 0
             self._plan = planning.split(
-                step=self.progress.steps,
+                step=step,
                 first_sample=self.progress.samples,
                 global_batch=batch,
                 limits=self.limits,
-                measure=self.noise is not None and batch > 1,
+                measure=measure,
+                drift=measure and step % (self.measure_every * DRIFT_EVERY) == 0,
                 schedule=self.schedule.value(self._schedule_position(batch)),
                 scales=self.scaling.scales(batch, self._scale_in_force()) if self.scaling else None,
             )
@@ -154,7 +166,7 @@ class Controller:
             samples=plan.global_batch, tokens=plan.global_batch * (self.tokens_per_sample or 0)
         )
         if measurement is not None:
-            self._unread.append((plan.step, measurement))
+            self._unread.append((plan, measurement))
         return self._decide()
 
     # -- what a caller may ask
@@ -166,8 +178,23 @@ class Controller:
 
     @property
     def estimate(self) -> Estimate | None:
-        """The noise estimate as of the last decision or ``read``."""
-        return self._estimate
+        """The noise estimate that decisions go by, as of the last decision or ``read``."""
+        return self._reading.estimate
+
+    @property
+    def views(self) -> Mapping[str, Estimate]:
+        """The noise estimates of the other views, as of then."""
+        return self._reading.views
+
+    @property
+    def slope(self) -> SlopeFit | None:
+        """How the whole model's noise scale followed from the normalisation layers', as of then."""
+        return self._reading.slope
+
+    @property
+    def guards(self) -> GuardReport | None:
+        """What the guards saw, as of then."""
+        return self._reading.guards
 
     @property
     def due(self) -> bool:
@@ -183,9 +210,9 @@ class Controller:
         if not self._unread:
             return
         while self._unread:
-            step, pending = self._unread.pop(0)
-            self._take_in(step, pending.read())
-        self._estimate = self._evaluate()
+            plan, pending = self._unread.pop(0)
+            self._take_in(plan, pending.read())
+        self._evaluate()
 
     # -- saving and going on
 
@@ -196,7 +223,7 @@ class Controller:
             "version": STATE_VERSION,
             "progress": self.progress.to_dict(),
             "batch": self.batch,
-            "noise": self._noise_state,
+            "measured": self._measured,
             "policy": {"name": self.policy.name, "state": dict(self._policy_state)},
             "recorded_scale": self._recorded_scale,
             "changed_at": self._changed_at,
@@ -224,8 +251,9 @@ class Controller:
                 f"step {ledger.steps}, sample {ledger.samples}"
             )
         self.ledger, self.progress = ledger, progress
-        self._noise_state = state["noise"] if self.noise and state["noise"] else self._noise_state
-        self._estimate = self._evaluate()
+        if self._evidence is not None:
+            self._measured = self._evidence.restored(state["measured"])
+        self._evaluate()
         same_policy = state["policy"]["name"] == self.policy.name
         self._policy_state = state["policy"]["state"] if same_policy else self.policy.init()
         self._accounted = state["accounted"] if same_policy else progress.samples
@@ -261,10 +289,11 @@ class Controller:
         return self.start_batch
 
     def _require_measurable(self) -> None:
-        if self.policy.closed_loop and self.batch < FEWEST_MEASURABLE:
+        fewest = self.limits.fewest_measurable
+        if self.policy.closed_loop and self.batch < fewest:
             raise ValueError(
                 f"a global batch of {self.batch} is one group of samples, and the noise scale needs two to compare; "
-                f"set limits.start_batch and limits.max_batch to {FEWEST_MEASURABLE} or more"
+                f"set limits.start_batch and limits.max_batch to {fewest} or more"
             )
 
     def _schedule_position(self, batch: int) -> float:
@@ -285,23 +314,23 @@ class Controller:
 
     def _want(self) -> Wanted | None:
         return self.policy.value(
-            self._policy_state, progress=self._known(), batch=self.batch, estimate=self._estimate
+            self._policy_state, progress=self._known(), batch=self.batch, estimate=self.estimate
         )
 
-    def _evaluate(self) -> Estimate | None:
-        """The present estimate; ``None`` as long as there is none that can be decided by."""
-        estimate = self.noise.value(self._noise_state) if self.noise else None
-        return estimate if estimate and _is_sound(estimate) else None
+    def _evaluate(self) -> None:
+        if self._evidence is not None:
+            self._reading = self._evidence.value(self._measured)
 
-    def _take_in(self, step: int, measurement: Measurement) -> None:
+    def _take_in(self, plan: BatchPlan, measurement: Measurement) -> None:
         if self.tokens_per_sample is None and math.isfinite(measurement.weight):
             self.progress = replace(self.progress, tokens=self.progress.tokens + round(measurement.weight))
         if not measurement.finite:
-            self._skip(step)
+            self._skip(plan.step)
             return
         self._skipped_in_a_row = 0
-        if self.noise is not None:
-            self._noise_state = self.noise.update(self._noise_state, measurement)
+        if self._evidence is not None:
+            memory = self.estimate.memory if self.estimate else math.inf
+            self._measured = self._evidence.update(self._measured, measurement, plan, memory)
 
     def _skip(self, step: int) -> None:
         self.ledger.record_skip(step)
@@ -349,43 +378,53 @@ class Controller:
             {
                 "batch": batch,
                 "wanted": _finite_or_none(wanted.batch) if wanted else None,
-                "kind": _kind(batch, self.batch, proposal),
-                "reason": _sentence(batch, self.batch, wanted, proposal),
+                "kind": kind_of(batch, self.batch, proposal),
+                "reason": sentence(batch, self.batch, wanted, proposal) + self._caution(),
                 "estimate": self._estimate_dict(),
+                "guards": self.guards.to_dict() if self.guards else None,
             }
         )
-        decision = self._record(
-            verdict["batch"], verdict["wanted"], verdict["kind"], verdict["reason"], verdict["estimate"]
-        )
+        decision = self._record(**verdict)
         self._mark_due()
         return decision
+
+    def _caution(self) -> str:
+        """Why the noise scale may be read as a thermometer, to be said beside a decision."""
+        reason = self.guards.thermometric if self.guards else None
+        return f" (thermometric: {reason})" if reason else ""
 
     def _account(self) -> None:
         """Tell the policy what the samples since the last decision were worth."""
         samples, self._accounted = self.progress.samples - self._accounted, self.progress.samples
         self._policy_state = self.policy.update(
-            self._policy_state, batch=self.batch, samples=samples, estimate=self._estimate
+            self._policy_state, batch=self.batch, samples=samples, estimate=self.estimate
         )
 
     def _propose(self, wanted: Wanted | None) -> Proposal:
-        if wanted is None or self._estimate is None:
+        if wanted is None or self.estimate is None:
             return Proposal(self.batch, held=("unmeasured", "nothing is measured yet"))
         situation = Situation(
             batch=self.batch,
             samples_since_change=self.progress.samples - self._changed_at,
-            memory=self._estimate.memory,
+            memory=self.estimate.memory,
             warming_up=self._schedule_position(self.batch) < self.schedule.warmup,
         )
         return self.damping.propose(wanted, situation)
 
     def _round(self, proposal: Proposal) -> int:
         """The nearest batch that the ranks can make and measure, without overshooting where that can be helped."""
-        batch = self.limits.realise(max(proposal.batch, FEWEST_MEASURABLE))
+        batch = self.limits.realise(max(proposal.batch, self.limits.fewest_measurable))
         below = self.limits.floor(min(proposal.most, batch))
         return below if self.batch < below else batch
 
     def _record(
-        self, batch: int, wanted: float | None, kind: str, reason: str, estimate: Mapping[str, Any] | None
+        self,
+        batch: int,
+        wanted: float | None,
+        kind: str,
+        reason: str,
+        estimate: Mapping[str, Any] | None,
+        guards: Mapping[str, Any] | None = None,
     ) -> Decision:
         decision = Decision(
             step=self.progress.steps,
@@ -397,6 +436,7 @@ class Controller:
             policy=self.policy.name,
             kind=kind,
             estimate=estimate,
+            guards=guards,
         )
         self.ledger.record_decision(decision)
         if decision.changed:
@@ -412,7 +452,7 @@ class Controller:
         return self.agree(self._estimate_dict())
 
     def _estimate_dict(self) -> dict[str, Any] | None:
-        return self._estimate.to_dict() if self._estimate else None
+        return self.estimate.to_dict() if self.estimate else None
 
     def _scale_in_force(self) -> float | None:
         """The noise scale recorded with the last change of the batch, here or in the ledger that is replayed."""
@@ -423,32 +463,6 @@ class Controller:
 
 def _scale_of(estimate: Mapping[str, Any] | None) -> float | None:
     return supported_scale(Estimate.from_dict(estimate)) if estimate else None
-
-
-def _is_sound(estimate: Estimate) -> bool:
-    """Whether its numbers can be compared and recorded: squares that overflow leave some that cannot."""
-    bounded = math.isfinite(estimate.scale) and math.isfinite(estimate.high)
-    numbers = all(map(math.isfinite, (estimate.signal, estimate.noise, estimate.low)))
-    ordered = 0 <= estimate.low <= estimate.high and estimate.scale >= 0
-    return numbers and ordered and (bounded if estimate.resolved else math.isinf(estimate.high))
-
-
-def _kind(batch: int, current: int, proposal: Proposal) -> str:
-    if batch != current:
-        return "grow" if batch > current else "shrink"
-    return proposal.held[0] if proposal.held else "rounding"
-
-
-def _sentence(batch: int, current: int, wanted: Wanted | None, proposal: Proposal) -> str:
-    """The reason of a decision in one readable sentence."""
-    evidence = f"{wanted.reason} wants {wanted.batch:,.3g}" if wanted else "no estimate yet"
-    if proposal.held:
-        return f"hold {current}: {evidence}; {proposal.held[1]}"
-    notes = "".join(f"; {note}" for note in proposal.notes)
-    if batch == current:
-        return f"hold {current}: {evidence}{notes}; no other batch that the ranks can make is nearer"
-    verb = "grow" if batch > current else "shrink"
-    return f"{verb} {current} to {batch}: {evidence}{notes}"
 
 
 def _finite_or_none(value: float | None) -> float | None:

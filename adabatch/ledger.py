@@ -46,7 +46,8 @@ class Decision:
     """What the policy wanted, what came of it, and why, in one sentence.
 
     ``count`` is above 1 when the same kind of hold was decided several times in a row; ``sample`` is then the first
-    and ``until_sample`` the last time. ``estimate`` is the noise estimate that the decision used, as plain numbers.
+    and ``until_sample`` the last time. ``estimate`` is the noise estimate that the decision used, as plain numbers, and
+    ``guards`` what the guards saw then.
     """
 
     step: int
@@ -58,6 +59,7 @@ class Decision:
     policy: str
     kind: str
     estimate: Mapping[str, Any] | None = None
+    guards: Mapping[str, Any] | None = None
     count: int = 1
     until_sample: int | None = None
 
@@ -301,7 +303,7 @@ def _edges(ledger: Ledger) -> set[int]:
 
 
 def _without_defaults(entry: Segment | Decision) -> dict[str, Any]:
-    optional = {"partial": False, "count": 1, "until_sample": None, "estimate": None}
+    optional = {"partial": False, "count": 1, "until_sample": None, "estimate": None, "guards": None}
     return {key: value for key, value in asdict(entry).items() if key not in optional or value != optional[key]}
 
 

@@ -19,7 +19,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
@@ -448,6 +448,10 @@ class Trainer:
             "resolved": estimate.resolved,
             "signal": estimate.signal,
             "noise": estimate.noise,
+            "geometry": estimate.geometry,
+            "views": {name: view.to_dict() for name, view in self.controller.views.items()},
+            "guards": self.controller.guards.to_dict() if self.controller.guards else None,
+            "slope": asdict(self.controller.slope) if self.controller.slope else None,
         }
 
     def _efficiency(self, global_batch: int) -> float | None:

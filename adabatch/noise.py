@@ -27,11 +27,12 @@ SIZING = 8
 COARSE = 0.25
 # Squared norms above this are no measurement: sums of their squares would leave the range of floats.
 LARGEST = 1e120
-# The name of the view that every measurement has.
-EUCLIDEAN = "euclidean"
+# The name of the view that every measurement has, and of the one in which single examples are measured.
+EUCLIDEAN, NORM_LAYERS = "euclidean", "norm_layers"
 
-# A block holds sums over neighbouring windows: of N, 1, N G^2, N S and a reading of the variance of N G^2.
-SAMPLES, STEPS, SIGNAL, NOISE, VARIANCE = range(5)
+# A block holds sums over neighbouring measured windows: of N, 1, the samples of training since the measured window
+# before, N G^2, N S and a reading of the variance of N G^2.
+SAMPLES, STEPS, SPAN, SIGNAL, NOISE, VARIANCE = range(6)
 
 Block = list[float]
 Blocks = list[Block]
@@ -55,6 +56,9 @@ class Measurement:
         loss: weighted mean loss of the window.
         finite: False when the window was skipped, and there is nothing to average.
         views: |g_bar|^2 and sum(p_k^2 |g_k|^2) in other lengths of a gradient than the Euclidean one, by name.
+        drift: product of g_bar with the optimizer's average past gradient; None where it was not taken.
+        clipped: whether g_bar was clipped afterwards; None where nothing clips.
+        examples: the same window measured in groups of one example, in the view ``norm_layers``; None where it was not.
     """
 
     samples: int
@@ -66,6 +70,9 @@ class Measurement:
     loss: float
     finite: bool = True
     views: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    drift: float | None = None
+    clipped: bool | None = None
+    examples: Measurement | None = None
 
     @property
     def signal(self) -> float:
@@ -88,9 +95,14 @@ class Measurement:
         return comparable and self.samples * (self.mean_square + self.group_square) < LARGEST
 
     def seen_in(self, view: str) -> Measurement:
-        """The same window measured by another length; nothing to average when it was not measured by that one."""
+        """The same window measured by another length; nothing to average when it was not measured by that one.
+
+        In the normalisation layers, single examples come first: they are the more groups.
+        """
         if view == EUCLIDEAN:
             return self
+        if view == NORM_LAYERS and self.examples is not None:
+            return self.examples
         mean_square, group_square = self.views.get(view, (0.0, 0.0))
         groups = self.groups if view in self.views else 0
         return replace(self, mean_square=mean_square, group_square=group_square, groups=groups, views={})
@@ -106,9 +118,11 @@ class Estimate:
         scale: noise / signal in samples; inf when the signal is not above 0.
         low, high: confidence interval of the scale. When the interval has no upper end, high is inf and low is a bound.
         resolved: whether high is finite.
-        samples, steps: what was averaged over.
-        memory: samples that the estimator now aims to average over.
+        samples, steps: what was averaged over, the measured windows of the memory.
+        memory: samples of training, measured or not, that the estimator now aims to look back over.
         geometry: the norm that signal and noise were measured in.
+        span: samples of training, measured or not, that the averaged windows stand for; 0 where a ledger from before
+            there was a difference does not tell.
     """
 
     signal: float
@@ -121,6 +135,7 @@ class Estimate:
     steps: int
     memory: int
     geometry: str = EUCLIDEAN
+    span: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """A dict for JSON, which has no infinity: ``inf`` is written as None."""
@@ -181,32 +196,44 @@ class NoiseEstimator:
 
     def init(self) -> State:
         """The state before anything was measured."""
-        return {"memory": 0.0, "last": None, "total": [0, 0, 0.0, 0.0, 0.0], "recent": [], "older": []}
+        return {"memory": 0.0, "last": None, "total": [0, 0, 0, 0.0, 0.0, 0.0], "recent": [], "older": []}
 
-    def update(self, state: State, measurement: Measurement) -> State:
-        """The state after one more window; ``state`` itself when the window cannot be measured."""
+    def update(self, state: State, measurement: Measurement, last_sample: int | None = None) -> State:
+        """The state after one more window; ``state`` itself when the window cannot be measured.
+
+        Args:
+            last_sample: samples of training up to the end of this window. What went by since the measured window
+                before it counts as looked back over, too. None: this window came right after that one.
+
+        Raises:
+            ValueError: when the window began before the last measured one ended.
+        """
         if not measurement.measurable:
             return state
         samples, signal = measurement.samples, measurement.signal
-        variance = _difference_variance(samples, signal, *(state["last"] or (samples, signal)))
-        row = [samples, 1, samples * signal, samples * measurement.noise, variance]
-        total = _sum(state["total"], row)
-        batch = (_total(state["recent"], SAMPLES) + samples) / (_total(state["recent"], STEPS) + 1)
-        memory = self._resize(state["memory"] or float(samples_in(FEWEST_STEPS, samples)), batch, total)
+        end, *before = state["last"] or (None, samples, signal)
+        last_sample = (end or 0) + samples if last_sample is None else last_sample
+        span = samples if end is None else last_sample - end
+        if span < samples:
+            raise ValueError(f"a window of {samples} samples up to sample {last_sample} overlaps one up to {end}")
+        variance = _difference_variance(samples, signal, *before)
+        row = [samples, 1, span, samples * signal, samples * measurement.noise, variance]
+        total, held = _sum(state["total"], row), [a + b for a, b in zip(_extent(state["recent"]), row)]
+        memory = self._resize(state["memory"] or float(samples_in(FEWEST_STEPS, samples)), held, total)
         aim = self._aim(memory, total)
         recent, older = _add(state["recent"], row, aim / MOST_BLOCKS), state["older"].copy()
-        _balance(recent, older, aim)
+        _balance(recent, older, held, aim)
         if _forget(older, total, SIZING * aim):
             total = [sum(column) for column in zip(*older, *recent, strict=True)]
         blocks = {"recent": _compact(recent), "older": _compact(older)}
-        return {"memory": memory, "last": [samples, signal], "total": total, **blocks}
+        return {"memory": memory, "last": [last_sample, samples, signal], "total": total, **blocks}
 
     def value(self, state: State) -> Estimate | None:
         """The estimate, or None before anything was measured."""
         blocks = state["recent"]
         if not blocks:
             return None
-        samples, steps = _total(blocks, SAMPLES), _total(blocks, STEPS)
+        samples, steps, span = _extent(blocks)
         signal, noise = _total(blocks, SIGNAL) / samples, _total(blocks, NOISE) / samples
         # In units of their own size, so that no power of a tiny or huge gradient leaves the range of floats.
         unit = abs(signal) + abs(noise) or 1.0
@@ -228,33 +255,36 @@ class NoiseEstimator:
             resolved=high < math.inf,
             samples=samples,
             steps=steps,
-            memory=round(max(self._aim(state["memory"], state["total"]), samples_in(FEWEST_STEPS, samples / steps))),
+            memory=round(max(self._aim(state["memory"], state["total"]), FEWEST_STEPS * span / steps)),
             geometry=self.geometry,
+            span=span,
         )
 
     def _aim(self, memory: float, total: Block) -> float:
-        """Samples to average over: the chosen memory within its bounds, and never the first half of a run."""
-        return min(memory, self.cap, 0.5 * total[SAMPLES])
+        """Samples to look back over: the chosen memory within its bounds, and never the first half of a run."""
+        return min(memory, self.cap, 0.5 * total[SPAN])
 
-    def _resize(self, memory: float, batch: float, total: Block) -> float:
+    def _resize(self, memory: float, held: Block, total: Block) -> float:
         """``memory`` times the power of 2 that brings it nearest to what the history asks for."""
-        most = math.ceil(math.log2(min(total[SAMPLES], self.cap) / memory))
-        wanted = max(self._wanted(total, batch), samples_in(FEWEST_STEPS, batch))
+        most = math.ceil(math.log2(min(total[SPAN], self.cap) / memory))
+        wanted = max(self._wanted_steps(held, total), FEWEST_STEPS) * held[SPAN] / held[STEPS]
         return memory * 2.0 ** (min(round(math.log2(wanted / memory)), most) if wanted < math.inf else most)
 
-    def _wanted(self, total: Block, batch: float) -> float:
-        """Samples after which the averaged G^2 has the wanted relative error; inf while no signal is seen.
+    def _wanted_steps(self, held: Block, total: Block) -> float:
+        """Measured steps after which the averaged G^2 has the wanted relative error; inf while no signal is seen.
 
         The variance c of one step's N G^2 is measured, not taken from the formula 2 tr(Sigma^2) K/(K-1): the two agree
         at low signal, and the measured one also has the 4 N G'Sigma G term and heavy tails, and needs no d_eff. It
         comes from successive steps: these are several times as precise as differences of 32 blocks, and the steep
-        fall of G^2 with which a run starts does not pass for noise, as it would in a plain second moment. In batches
-        of B samples, the mean over M samples then has variance c / (B M), whatever batches c was measured at.
+        fall of G^2 with which a run starts does not pass for noise, as it would in a plain second moment. The mean over
+        n steps of B samples, those of the present memory, then has variance c / (B^2 n), whatever batches c was
+        measured at.
         """
         signal = (total[SIGNAL] + total[NOISE] * self.inverse_size) / total[SAMPLES]
         if signal <= 0.0:
             return math.inf
-        return total[VARIANCE] / total[STEPS] / signal / signal / self.relative_error**2 / batch
+        batch = held[SAMPLES] / held[STEPS]
+        return total[VARIANCE] / total[STEPS] / signal / signal / self.relative_error**2 / batch**2
 
 
 @lru_cache(maxsize=1024)
@@ -342,33 +372,33 @@ def _difference_variance(samples: int, signal: float, last_samples: int, last_si
 
 
 def _add(blocks: Blocks, row: Block, size: float) -> Blocks:
-    """The blocks with one more at the end, joined to the newest while that has fewer than ``size`` samples."""
-    if blocks and blocks[-1][SAMPLES] < size:
+    """The blocks with one more at the end, joined to the newest while that spans fewer than ``size`` samples."""
+    if blocks and blocks[-1][SPAN] < size:
         return [*blocks[:-1], _sum(blocks[-1], row)]
     return [*blocks, row]
 
 
-def _balance(recent: Blocks, older: Blocks, aim: float) -> None:
-    """Move blocks between the two lists, so that ``recent`` spans ``aim`` samples or little less.
+def _balance(recent: Blocks, older: Blocks, held: Block, aim: float) -> None:
+    """Move blocks between the two lists, so that ``recent``, of extent ``held``, spans ``aim`` samples or little less.
 
     The lists are changed, the blocks never: states share them.
     """
-    samples, steps = _total(recent, SAMPLES), _total(recent, STEPS)
-    while samples > aim and steps - recent[0][STEPS] >= FEWEST_STEPS:
+    _, steps, span = held
+    while span > aim and steps - recent[0][STEPS] >= FEWEST_STEPS:
         block = recent.pop(0)
-        samples, steps = samples - block[SAMPLES], steps - block[STEPS]
+        steps, span = steps - block[STEPS], span - block[SPAN]
         older[:] = _add(older, block, COARSE * aim)
-    while older and samples + older[-1][SAMPLES] <= aim:
+    while older and span + older[-1][SPAN] <= aim:
         recent.insert(0, older.pop())
-        samples += recent[0][SAMPLES]
+        span += recent[0][SPAN]
 
 
-def _forget(older: Blocks, total: Block, span: float) -> bool:
-    """Drop the oldest blocks beyond ``span`` samples, except for the steps that a sizing needs; whether any went."""
-    samples, steps = total[SAMPLES], total[STEPS]
-    while older and samples > span and steps - older[0][STEPS] >= SIZING * FEWEST_STEPS:
+def _forget(older: Blocks, total: Block, most: float) -> bool:
+    """Drop the oldest blocks beyond a span of ``most``, but for the steps that a sizing needs; whether any went."""
+    _, steps, span, *_ = total
+    while older and span > most and steps - older[0][STEPS] >= SIZING * FEWEST_STEPS:
         block = older.pop(0)
-        samples, steps = samples - block[SAMPLES], steps - block[STEPS]
+        steps, span = steps - block[STEPS], span - block[SPAN]
     return steps < total[STEPS]
 
 
@@ -380,6 +410,16 @@ def _compact(blocks: Blocks) -> Blocks:
     odd = len(closed) % 2
     pairs = zip(closed[odd::2], closed[odd + 1 :: 2], strict=True)
     return [*closed[:odd], *(_sum(*pair) for pair in pairs), newest]
+
+
+def _extent(blocks: Blocks) -> tuple[int, int, int]:
+    """Samples, steps and span of all blocks together."""
+    samples = steps = span = 0
+    for block in blocks:
+        samples += block[SAMPLES]
+        steps += block[STEPS]
+        span += block[SPAN]
+    return samples, steps, span
 
 
 def _total(blocks: Blocks, column: int) -> float:

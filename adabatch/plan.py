@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-ROUNDINGS = ("micro_batch", "world", "none")
+ROUNDINGS = ("micro_batch", "whole", "world", "none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,9 @@ class BatchLimits:
         micro_batch: most samples that one rank runs in one forward/backward.
         min_batch, max_batch: bounds of the global batch, in samples.
         rounding: ``micro_batch`` rounds adaptive batches to ``world * micro_batch`` (to ``world`` below one full
-            micro-batch per rank), so that shapes stay few; ``world`` gives every rank the same share; ``none``
-            allows any batch, shares differing by at most one sample.
+            micro-batch per rank), so that shapes stay few; ``whole`` allows full micro-batches only, for models whose
+            gradient depends on the micro-batch's size (batch normalisation); ``world`` gives every rank the same
+            share; ``none`` allows any batch, shares differing by at most one sample.
 
     Raises:
         ValueError: when no batch within the bounds can be made, with all the numbers and the nearest batches.
@@ -112,10 +113,17 @@ class BatchLimits:
             )
         return batch
 
+    @property
+    def fewest_measurable(self) -> int:
+        """The smallest batch in which two groups of samples can be compared."""
+        return 2 * self.micro_batch if self.rounding == "whole" and self.world == 1 else 2
+
     def _quantum(self, batch: float) -> int:
         full = self.world * self.micro_batch
         if self.rounding == "none":
             return 1
+        if self.rounding == "whole":
+            return full
         return full if self.rounding == "micro_batch" and batch >= full else self.world
 
     def _numbers(self) -> str:
@@ -138,6 +146,7 @@ class BatchPlan:
         micro_batch: most samples of one micro-batch in this step.
         micro_batches: micro-batches that every rank runs.
         measure: whether the gradient noise is measured in this step.
+        drift: whether the gradient is compared with the optimizer's momentum, too.
         schedule: value of the learning-rate schedule, a multiplier of the configured rate.
         scales: what moves with the batch.
     """
@@ -149,6 +158,7 @@ class BatchPlan:
     micro_batch: int
     micro_batches: int
     measure: bool = True
+    drift: bool = False
     schedule: float = 1.0
     scales: Scales = field(default_factory=Scales)
 
@@ -181,17 +191,19 @@ def split(
     global_batch: int,
     limits: BatchLimits,
     measure: bool,
+    drift: bool = False,
     schedule: float = 1.0,
     scales: Scales | None = None,
 ) -> BatchPlan:
     """Plan one step: split ``global_batch`` over the ranks and into micro-batches.
 
     A measured step needs two groups of samples to compare. When one rank would run everything in one micro-batch, the
-    window is split in two halves.
+    window is split in two halves, unless micro-batches have to be whole.
     """
     largest_share = math.ceil(global_batch / limits.world)
     micro_batch = min(limits.micro_batch, largest_share)
-    if measure and limits.world == 1 and micro_batch == global_batch and global_batch > 1:
+    alone = limits.world == 1 and micro_batch == global_batch and limits.rounding != "whole"
+    if measure and alone and global_batch > 1:
         micro_batch = math.ceil(global_batch / 2)
     return BatchPlan(
         step=step,
@@ -201,6 +213,7 @@ def split(
         micro_batch=micro_batch,
         micro_batches=math.ceil(largest_share / micro_batch),
         measure=measure,
+        drift=drift,
         schedule=schedule,
         scales=scales or Scales(),
     )

@@ -82,14 +82,15 @@ def simulate(
     seed: object = 0,
     steps: int | None = None,
     spoiled: frozenset[int] = frozenset(),
+    seen: Callable[[Measurement], Measurement] = lambda measurement: measurement,
 ) -> Trace:
     """Run ``controller`` until it is done, or for ``steps`` steps, at the true noise scale ``scale(samples)``.
 
-    The gradients of the steps in ``spoiled`` are not finite.
+    The gradients of the steps in ``spoiled`` are not finite; ``seen`` may add to what was measured.
     """
     trace = Trace()
     for plan in _plans(controller, steps):
-        measurement = gaussian_window(plan.global_batch, scale(plan.first_sample), (seed, plan.step))
+        measurement = seen(gaussian_window(plan.global_batch, scale(plan.first_sample), (seed, plan.step)))
         if plan.step in spoiled:
             measurement = not_finite(plan.global_batch)
         decision = controller.commit(plan, Ready(measurement) if plan.measure else None)

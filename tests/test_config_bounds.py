@@ -34,11 +34,15 @@ ILLEGAL = [
     ("damping.growth=1.2", "damping.growth"),
     ("damping.dead_band=0.9", "damping.dead_band"),
     ("damping.dead_band=3", "damping.dead_band between 1 and damping.growth"),
-    ("noise.tap=hook", "noise.tap must be one of auto, hooks, ddp, got 'hook'"),
+    ("noise.tap=hook", "noise.tap must be one of auto, hooks, ddp, fsdp, got 'hook'"),
     ("noise.tap=ddp", "ddp"),
+    ("noise.geometry=manhattan", "noise.geometry must be one of auto, euclidean, adam, adam_sqrt, norm_layers, got"),
+    ("noise.geometry=adam optimizer=sgd", "adam"),
+    ("noise.views=[layer]", "noise.views"),
     ("noise.relative_error=0", "noise.relative_error"),
     ("noise.confidence=1", "noise.confidence"),
     ("noise.decide_every=0", "noise.decide_every"),
+    ("noise.measure_every=0", "noise.measure_every"),
     ("noise=off", "policy target_efficiency follows the noise scale"),
     ("scaling.rule=linnear", "scaling.rule must be one of auto, none, linear, sqrt, adascale, gain_power, got"),
     ("scaling.reference_batch=0", "scaling.reference_batch"),
@@ -72,6 +76,8 @@ ILLEGAL = [
     ("lr_schedule.horizon=0", "lr_schedule.horizon"),
     ("stop.samples=null stop.seconds=9", "lr_schedule.shape=wsd decays towards a horizon, and none is known"),
     ("parallelism.name=fsdp", "parallelism.name"),
+    ("parallelism=fsdp parallelism.replicas=0", "parallelism.replicas"),
+    ("parallelism=fsdp parallelism.sync=all", "parallelism.sync must be one of each, last, got 'all'"),
     ("parallelism.backend=mpi", "parallelism.backend"),
     ("parallelism.backend=nccl device=cpu", "backend nccl serves GPUs only"),
     ("parallelism.timeout_seconds=0", "parallelism.timeout_seconds"),
@@ -125,7 +131,7 @@ def test_every_setting_is_among_those_tried() -> None:
     fixed, stages = ("policy=fixed", "policy.global_batch=8"), ("policy=stages", "policy.stages=0:8")
     bounded = {
         f"{prefix}.{name}".lstrip(".")
-        for overrides in ((), fixed, stages, ("optimizer=sgd",))
+        for overrides in ((), fixed, stages, ("optimizer=sgd",), ("parallelism=fsdp",))
         for prefix, node in nodes(programs.composed("lm", *overrides))
         for name in rules(OmegaConf.get_type(node))
         if not prefix.startswith(("model", "data"))
@@ -149,10 +155,27 @@ def test_an_error_in_training_is_none_of_the_configuration(tmp_path: Path) -> No
 
         return dataclasses.replace(tiny_task(config), loss=broken)
 
+    for look in ("true", "false"):  # in the look at one micro-batch beforehand, and in the first step
+        arguments = [f"run_folder={tmp_path / look}", f"noise.require_mean={look}", *SMALL]
+        with pytest.raises(ValueError, match="a mistake in the loss") as caught:
+            launch(programs.composed("lm", *arguments), arguments, name="lm", make_task=make_task)
+        assert not isinstance(caught.value, ConfigError)
+
+
+def test_a_loss_that_is_no_mean_is_refused_before_training(tmp_path: Path) -> None:
+    def make_task(config: DictConfig) -> Task:
+        task = tiny_task(config)
+
+        def total(model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, None]:
+            loss, _ = task.loss(model, batch)
+            return loss * batch[0].shape[0] ** 2, None
+
+        return dataclasses.replace(task, loss=total)
+
     arguments = [f"run_folder={tmp_path / 'run'}", *SMALL]
-    with pytest.raises(ValueError, match="a mistake in the loss") as caught:
+    with pytest.raises(ConfigError, match="not the mean of its halves' gradients"):
         launch(programs.composed("lm", *arguments), arguments, name="lm", make_task=make_task)
-    assert not isinstance(caught.value, ConfigError)
+    assert not (tmp_path / "run").exists()
 
 
 def refused_on_one_rank() -> tuple[str, int]:

@@ -15,6 +15,7 @@ from adabatch.config import schema
 from adabatch.config.bounds import rules
 from adabatch.config.compose import config_folder, options, register
 from adabatch.config.usage import sentences
+from adabatch.gradients.preconditioned import VIEWS
 from adabatch.gradients.taps import KINDS
 from adabatch.loop import PRECISIONS
 from adabatch.policies import POLICIES
@@ -116,6 +117,7 @@ def test_the_schemas_name_the_choices_that_the_parts_offer() -> None:
     assert set(schema.GROUPS["policy"]) == set(POLICIES)
     for one, name, valid in (
         (schema.NoiseConfig, "tap", KINDS),
+        (schema.NoiseConfig, "geometry", ("auto", "euclidean", *VIEWS, "norm_layers")),
         (schema.RunConfig, "precision", PRECISIONS),
     ):
         assert rules(one)[name].brief == ", ".join(valid)

@@ -47,7 +47,18 @@ NAMES = {
         "attach",
         "stream",
     ],
-    "adabatch.gradients": ["Outcome", "Pending", "Tap", "Window", "accumulate", "attach"],
+    "adabatch.gradients": [
+        "Instrument",
+        "OneGroupWarning",
+        "Outcome",
+        "Pending",
+        "Ruler",
+        "Tap",
+        "Window",
+        "accumulate",
+        "attach",
+        "survey",
+    ],
     "adabatch.data": [
         "IterableAdapter",
         "MicroBatch",
@@ -107,7 +118,7 @@ CHECKPOINT = {
 }
 
 CONTROLLER = {
-    "measured": ["guards", "lr_multiplier", "views"],
+    "measured": ["guards", "lr_multiplier", "slope", "views"],
     "policy": ["name", "state"],
     "progress": ["samples", "steps", "tokens"],
 }
@@ -133,7 +144,7 @@ LEDGER = {
 }
 
 WHERE = ["kind", "samples", "seconds", "step", "time", "tokens"]
-SCALE = ["geometry", "guards", "noise", "resolved", "scale", "scale_high", "scale_low", "signal", "views"]
+SCALE = ["geometry", "guards", "noise", "resolved", "scale", "scale_high", "scale_low", "signal", "slope", "views"]
 RECORDS = {
     "start": [
         "arguments",
@@ -221,7 +232,7 @@ def test_the_verbs_and_their_options() -> None:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small run that was resumed once."""
     folder = tmp_path_factory.mktemp("surface") / "run"
-    programs.start(f"run_folder={folder}", *programs.SMALL, "logger.every=4")
+    programs.start(f"run_folder={folder}", *programs.SMALL, "logger.every=4", "noise.geometry=euclidean")
     programs.start(f"resume={folder}", "stop.samples=512")
     return folder
 

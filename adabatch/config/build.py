@@ -10,15 +10,19 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from adabatch import distributed, gradients, optimizers
+from adabatch import data, distributed, gradients, optimizers
 from adabatch.config.compose import ConfigError
 from adabatch.controller import Budget, Controller
+from adabatch.data.structure import cut
+from adabatch.gradients import contaminants, geometry
 from adabatch.ledger import Ledger
-from adabatch.loop import LossFunction, Metrics, Settings
+from adabatch.loop import LossFunction, Metrics, Settings, to_device
 from adabatch.noise import NoiseEstimator
-from adabatch.plan import BatchLimits
+from adabatch.plan import BatchLimits, split
 from adabatch.policies import POLICIES, Damping, Fixed, Observe, Policy, Replay, Stages, TargetEfficiency
 from adabatch.progress import parse_count
 from adabatch.scaling import DEFAULT_RULES, Scaling
@@ -51,20 +55,21 @@ class Assembly:
 
     def __init__(self, config: DictConfig, task: Task, world: distributed.World) -> None:
         self.config, self.task, self.world = config, task, world
-        self.limits = build_limits(config, world.size)
+        self.limits = build_limits(config, world.size, task.model)
         self.policy = build_policy(config)
         self.budget = build_budget(config)
         self.schedule = build_schedule(config, self.budget)
-        self.noise = build_noise(config, self.budget, task)
         self.settings = build_settings(config)
         self.calibration = config.policy.get("calibration", 1.0)
         self.plain_model = task.model.to(world.device)
-        self.optimizer = build_optimizer(config, self.plain_model)
-        optimizers.prepare(self.optimizer)
         self.model = wrap(self.plain_model, config, world)
+        self.optimizer = build_optimizer(config, self.plain_model)  # sharding has made the parameters anew
+        optimizers.prepare(self.optimizer)
         self.reference_batch = config.scaling.reference_batch or self._first_batch()
         config.scaling.reference_batch = self.reference_batch
         self.scaling = build_scaling(config, self.optimizer, self.reference_batch)
+        measured = build_views(config, self.model, self.optimizer)
+        self.noise = build_noise(config, self.budget, task, measured.names)
         self.controller = Controller(
             self.policy,
             limits=self.limits,
@@ -76,10 +81,18 @@ class Assembly:
             budget=self.budget,
             tokens_per_sample=task.tokens_per_sample,
             decide_every=config.noise.decide_every,
+            measure_every=config.noise.measure_every,
             max_skipped=config.max_skipped,
             agree=distributed.agree,
         )
-        self.tap = gradients.attach(self.model, self.optimizer, kind=config.noise.tap)
+        self.tap = gradients.attach(
+            self.model,
+            self.optimizer,
+            kind=config.noise.tap,
+            rulers=measured.rulers,
+            examples=measured.examples,
+            sync=config.parallelism.get("sync"),
+        )
 
     def describe(self) -> str:
         """What the run is made of, and its next step."""
@@ -109,9 +122,40 @@ class Assembly:
         return self.limits.require(self.config.limits.start_batch, "limits.start_batch")
 
 
-def build_limits(config: DictConfig, world: int) -> BatchLimits:
+def build_limits(config: DictConfig, world: int, model: nn.Module) -> BatchLimits:
+    """The limits; batch normalisation needs whole micro-batches, whose statistics the model is trained with."""
     limits = config.limits
+    normalised = contaminants.batch_normalised(model)
+    if limits.rounding == "auto":
+        limits.rounding = "whole" if normalised else "micro_batch"
+    if normalised and limits.rounding != "whole":
+        raise ConfigError(
+            f"limits.rounding={limits.rounding} lets micro-batches differ in size, and {normalised[0]} normalises by "
+            f"each one's statistics, so the gradient would depend on the split; use limits.rounding=whole"
+        )
     return BatchLimits(world, limits.micro_batch, limits.min_batch, limits.max_batch, limits.rounding)
+
+
+def require_mean(config: DictConfig, task: Task, world: distributed.World) -> None:
+    """Look at one micro-batch, when noise is measured: is the loss a mean over independent samples?
+
+    Raises:
+        ConfigError: when it is not.
+    """
+    if not (config.noise.enabled and config.noise.require_mean):
+        return
+    half = min(config.limits.micro_batch, len(task.train_data)) // 2
+    if half == 0:
+        return
+    limits = BatchLimits(1, 2 * half)
+    plan = split(step=0, first_sample=0, global_batch=2 * half, limits=limits, measure=False)
+    with data.stream(task.train_data, seed=config.order_seed, rank=0, world=1, micro_batch=2 * half) as samples:
+        whole = to_device(next(iter(samples.take(plan))).data, world.device)
+    halves = [cut(whole, 0, half), cut(whole, half, 2 * half)]
+    try:
+        contaminants.require_mean(task.model.to(world.device), task.loss, halves, whole)
+    except contaminants.NotAMean as error:
+        raise ConfigError(str(error)) from error
 
 
 def build_policy(config: DictConfig) -> Policy:
@@ -151,20 +195,56 @@ def build_schedule(config: DictConfig, budget: Budget) -> Schedule:
     )
 
 
-def build_noise(config: DictConfig, budget: Budget, task: Task) -> NoiseEstimator | None:
-    """The estimator; its memory is capped by the budget in samples where there is one."""
+@dataclass(frozen=True, slots=True)
+class Views:
+    """The lengths in which gradients are measured.
+
+    Args:
+        names: of all; decisions go by the first.
+        rulers: what measures those beside the Euclidean one.
+        examples: whether single examples are measured.
+    """
+
+    names: tuple[str, ...]
+    rulers: tuple[gradients.Instrument, ...]
+    examples: bool
+
+
+def build_views(config: DictConfig, model: nn.Module, optimizer: torch.optim.Optimizer) -> Views:
+    """The configured geometry first, then the Euclidean one, which costs nothing, and what was asked for beside."""
+    noise = config.noise
+    if not noise.enabled:
+        return Views(("euclidean",), (), False)
+    layout = gradients.survey(model)
+    first = geometry.suggested(optimizer, layout) if noise.geometry == "auto" else noise.geometry
+    wanted = dict.fromkeys((first, *noise.views))
+    rulers = geometry.rulers_for(
+        [name for name in wanted if name not in ("euclidean", "norm_layers")], optimizer, layout
+    )
+    measured = [name for ruler in rulers for name in ruler.names]
+    examples = "norm_layers" in wanted
+    names = dict.fromkeys((first, "euclidean", *measured, *(("norm_layers",) if examples else ())))
+    return Views(tuple(names), rulers, examples)
+
+
+def build_noise(config: DictConfig, budget: Budget, task: Task, views: tuple[str, ...]) -> list[NoiseEstimator] | None:
+    """An estimator for each view; their memory is capped by the budget in samples where there is one."""
     noise = config.noise
     if not noise.enabled:
         return None
     horizon = budget.samples
     if horizon is None and budget.tokens is not None and task.tokens_per_sample:
         horizon = math.ceil(budget.tokens / task.tokens_per_sample)
-    return NoiseEstimator(
-        relative_error=noise.relative_error,
-        confidence=noise.confidence,
-        horizon=horizon,
-        dataset_size=len(task.train_data) if noise.finite_data else None,
-    )
+    return [
+        NoiseEstimator(
+            relative_error=noise.relative_error,
+            confidence=noise.confidence,
+            horizon=horizon,
+            dataset_size=len(task.train_data) if noise.finite_data else None,
+            geometry=view,
+        )
+        for view in views
+    ]
 
 
 def build_settings(config: DictConfig) -> Settings:
@@ -242,14 +322,33 @@ def build_optimizer(config: DictConfig, model: nn.Module) -> torch.optim.Optimiz
 
 def wrap(model: nn.Module, config: DictConfig, world: distributed.World) -> nn.Module:
     """Compile and spread the model as configured."""
-    if config.parallelism.name != "ddp":
-        raise ConfigError(f"parallelism.name must be ddp, got {config.parallelism.name!r}")
+    if world.size > 1 and config.parallelism.name == "fsdp":
+        model = shard(model, world, config.parallelism.replicas)
     if config.compile:
         model = torch.compile(model)
-    if world.size == 1:
+    if world.size == 1 or config.parallelism.name == "fsdp":
         return model
     devices = [world.device.index] if world.device.type == "cuda" else None
     return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
+
+
+def shard(model: nn.Module, world: distributed.World, replicas: int) -> nn.Module:
+    """FSDP2 over the ranks, in place: every block of a list of blocks by itself, then what is left.
+
+    Raises:
+        ConfigError: when the ranks cannot be divided into that many replicas.
+    """
+    if world.size % replicas:
+        raise ConfigError(f"parallelism.replicas={replicas} is no divisor of {world.size} ranks")
+    if replicas == 1:
+        mesh = init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("shard",))
+    else:
+        sizes = (replicas, world.size // replicas)
+        mesh = init_device_mesh(world.device.type, sizes, mesh_dim_names=("replicate", "shard"))
+    blocks = (child for parent in model.modules() if isinstance(parent, nn.ModuleList) for child in parent.children())
+    for block in blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
 
 def _warmup(text: str, horizon: int | None) -> int:

@@ -18,14 +18,18 @@ from adabatch import data, distributed, optimizers
 from adabatch.checkpoint import CheckpointError, Checkpoints
 from adabatch.checkpoint import rng as random_states
 from adabatch.config import folders
-from adabatch.config.build import Assembly, Task
+from adabatch.config.build import Assembly, Task, require_mean
 from adabatch.config.compose import ConfigError, plain
 from adabatch.config.resume import Change, as_records, changes_since, resumed, save_snapshot, to_text
 from adabatch.controller import TooManySkipped
 from adabatch.ledger import Decision, Ledger
 from adabatch.loop import HeldOut, Trainer
-from adabatch.report import summary, write_report
-from adabatch.runlog import RunLog, read_metrics
+from adabatch.report import recommend_text, summary, write_report
+from adabatch.report.recommend import NotMeasured, recommendation
+from adabatch.runlog import Metrics, RunLog, read_metrics
+
+# Policies that leave the batch alone: what these runs have measured is reported as a recommendation at the end.
+_MEASURE_ONLY = ("fixed", "observe")
 
 
 def launch(
@@ -55,7 +59,10 @@ def launch(
             )
             closing.callback(distributed.stop)
             torch.manual_seed(config.seed)
-            run = Assembly(config, _on_every_rank(world, lambda: make_task(config)), world)
+            task = _on_every_rank(world, lambda: make_task(config))
+        require_mean(config, task, world)  # an error within the recipe's loss is none of the configuration
+        with _refusals():
+            run = Assembly(config, task, world)
             if config.job == "validate":
                 _validate(run)
                 return 0
@@ -277,13 +284,25 @@ def _finish(trainer: Trainer, folder: Path, reason: str) -> None:
     if trainer.world.rank != 0:
         return
     end = {**trainer.where(), "reason": reason}
-    logged = (folder / "metrics.jsonl").exists()
-    if logged:
-        end["summary"] = summary(replace(read_metrics(folder), end=end))
+    metrics = replace(read_metrics(folder), end=end) if (folder / "metrics.jsonl").exists() else None
+    if metrics is not None:
+        end["summary"] = summary(metrics)
     trainer.log.end(end)
     trainer.log.close()
+    if metrics is not None and trainer.controller.policy.name in _MEASURE_ONLY:
+        print(_recommended(metrics, folder))
     print(f"ended by {reason} after {trainer.controller.progress.samples:,} samples; run folder: {folder}")
     if reason.startswith("SIG"):
         print(f"go on with resume={folder}")
+    logged = metrics is not None
     report = f"report: {write_report(folder)}" if logged else "no report: it is drawn from what the logger jsonl writes"
     print(report, flush=True)
+
+
+def _recommended(metrics: Metrics, folder: Path) -> str:
+    """Which batch the run recommends, or why none."""
+    try:
+        advice = recommendation(metrics)
+    except NotMeasured as reason:
+        return f"no recommendation: {reason}"
+    return f"{recommend_text.to_text(advice, curve=False)}\nthe whole trade-off: adabatch recommend {folder}"

@@ -19,6 +19,11 @@ from adabatch.scaling import RULES
 from adabatch.schedules import SHAPES
 
 
+# The gradient's lengths by name; a test compares them with those that ``gradients.geometry`` knows.
+GEOMETRIES = ("auto", "euclidean", "adam", "adam_sqrt", "norm_layers")
+VIEWS = ("euclidean", "adam", "adam_sqrt", "norm_layers", "layers", "groups")
+
+
 @dataclass
 class TargetEfficiencyConfig:
     """``policy=target_efficiency``: the batch follows the critical batch."""
@@ -78,10 +83,14 @@ class NoiseConfig:
     """How the gradient noise scale is measured."""
 
     enabled: bool = True  # measure at all
-    tap: str = one_of("auto", "hooks", "ddp")  # whose gradients are compared: of micro-batches (hooks) or ranks (ddp)
+    tap: str = one_of("auto", "hooks", "ddp", "fsdp")  # whose gradients are compared; auto: by parallelism and ranks
+    geometry: str = one_of(*GEOMETRIES)  # the gradient's length that decisions go by; auto: by optimizer
+    views: list[str] = some_of(VIEWS, [])  # lengths in which the noise scale is measured beside that, for the record
     relative_error: float = within("(0, 1)", 0.25)  # relative standard error that the memory aims for
     confidence: float = within("(0, 1)", 0.95)  # of the interval
     finite_data: bool = True  # correct for sampling a finite data set without replacement
+    require_mean: bool = True  # refuse a loss that is no mean over independent samples, by a look at one micro-batch
+    measure_every: int = within("[1, inf)", 1)  # steps between two measured ones
     decide_every: int = within("[1, inf)", 16)  # steps between two decisions
 
 
@@ -107,7 +116,7 @@ class LimitsConfig:
     micro_batch: int = within("[1, inf)", 8)  # most samples of one forward/backward on one rank
     min_batch: int = within("[1, inf)", 1)  # lower bound of the global batch
     max_batch: int = within("[1, inf)", 4096)  # upper bound of the global batch
-    rounding: str = one_of(*ROUNDINGS)  # adaptive batches are multiples of world x micro_batch, of world, or of 1
+    rounding: str = one_of("auto", *ROUNDINGS)  # multiples of world x micro_batch, of world, or of 1; auto: by model
 
 
 @dataclass
@@ -153,11 +162,20 @@ class ScheduleConfig:
 
 @dataclass
 class ParallelismConfig:
-    """How the model is spread over the ranks."""
+    """``parallelism=ddp``: every rank holds the model; a single rank runs the plain module."""
 
-    name: str = tag("ddp")  # ddp (a single rank runs the plain module)
+    name: str = tag("ddp")  # marks the parallelism
     backend: Optional[str] = one_of(None, "gloo", "nccl")  # null: by device
     timeout_seconds: float = within("(0, 1e9)", 600.0)  # a collective that takes longer ends the run on all ranks
+
+
+@dataclass
+class FsdpConfig(ParallelismConfig):
+    """``parallelism=fsdp``: FSDP2 shards the model over the ranks; a single rank runs the plain module."""
+
+    name: str = tag("fsdp")  # marks the parallelism
+    replicas: int = within("[1, inf)", 1)  # copies of the sharded model (HSDP); a divisor of the ranks
+    sync: str = one_of("each", "last")  # micro-batches after which gradients travel: each needs the least memory
 
 
 @dataclass
@@ -242,6 +260,6 @@ GROUPS: dict[str, dict[str, type]] = {
     "limits": {"limits": LimitsConfig},
     "optimizer": {"adamw": AdamWConfig, "sgd": SgdConfig},
     "lr_schedule": {"lr_schedule": ScheduleConfig},
-    "parallelism": {"parallelism": ParallelismConfig},
+    "parallelism": {"ddp": ParallelismConfig, "fsdp": FsdpConfig},
     "logger": {"logger": LoggerConfig},
 }

@@ -82,11 +82,14 @@ class Scripted:
     """An estimator that says what it is told, whatever was measured: the n-th estimate after the n-th window."""
 
     estimates: tuple[Estimate | None, ...]
+    geometry: str = "scripted"
 
     def init(self) -> dict[str, int]:
         return {"windows": 0}
 
-    def update(self, state: dict[str, int], measurement: Measurement) -> dict[str, int]:
+    def update(
+        self, state: dict[str, int], measurement: Measurement, last_sample: int | None = None
+    ) -> dict[str, int]:
         return {"windows": state["windows"] + 1}
 
     def value(self, state: dict[str, int]) -> Estimate | None:

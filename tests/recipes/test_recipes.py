@@ -310,3 +310,25 @@ def test_it_goes_on_by_torchrun_on_two_ranks(image_run) -> None:
     assert after.samples == 1000 and after.segments[: len(before.segments)] == before.segments
     assert read_metrics(second).steps[-1]["world"] == 2
     assert read_metrics(second).evaluations[-1]["loss"] < read_metrics(first).evaluations[-1]["loss"]
+
+
+# -- sharded
+
+
+def losses(folder: Path) -> dict[int, float]:
+    return {record["samples"]: record["loss"] for record in read_metrics(folder).evaluations}
+
+
+def test_a_sharded_run_learns_the_same_and_goes_on_without_shards(runs) -> None:
+    """The same samples under HSDP on four ranks and in one process; then the shards go on under two ranks of DDP."""
+    same = [*SMALL, "model=gpt_tiny", "policy=stages", "policy.stages='0:16, 64:32'", "stop.samples=160"]
+    alone, sharded = runs / "alone", runs / "sharded"
+    launch(LM, f"run_folder={alone}", *same)
+    more = ["parallelism=fsdp", "parallelism.replicas=2", "limits.micro_batch=4", "logger.names=[jsonl]"]
+    launch(LM, f"run_folder={sharded}", *same, *more, ranks=4)
+    assert losses(sharded)[160] == pytest.approx(losses(alone)[160], abs=1e-4)
+    scale = [read_metrics(folder).steps[-1]["signal"] for folder in (alone, sharded)]
+    assert scale[0] is not None and scale[1] is not None
+    launch(LM, f"resume={sharded}", "parallelism=ddp", "stop.samples=320", ranks=2)
+    launch(LM, f"resume={alone}", "stop.samples=320")
+    assert losses(sharded)[320] == pytest.approx(losses(alone)[320], abs=1e-4)

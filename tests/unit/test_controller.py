@@ -383,7 +383,9 @@ def test_a_replay_is_not_rounded_and_scales_as_recorded() -> None:
     replay = controller(
         Replay(original.ledger), world=1, scaling=scaling, budget=Budget(samples=20_003), start_batch=None, noise=None
     )
-    assert [replace(plan, measure=True) for plan in simulate(replay, flat).plans] == plans
+    replayed = simulate(replay, flat).plans
+    assert not any(plan.measure or plan.drift for plan in replayed)
+    assert replayed == [replace(plan, measure=False, drift=False) for plan in plans]
     split_on_three = controller(Replay(original.ledger), world=3, noise=None)
     assert simulate(split_on_three, flat, steps=len(plans)).batches == [plan.global_batch for plan in plans]
 
@@ -445,8 +447,9 @@ def test_a_schedule_in_tokens_needs_their_number_beforehand() -> None:
         (TargetEfficiency(0.5), {"start_batch": None}, "target_efficiency needs a start_batch"),
         (Observe(), {"start_batch": None}, "observe needs a start_batch"),
         (TargetEfficiency(0.5), {"start_batch": 1}, "a global batch of 1 .* limits.max_batch to 2 or more"),
-        (Fixed(16), {"decide_every": 0}, "got 0 and 5"),
-        (Fixed(16), {"max_skipped": 0}, "got 16 and 0"),
+        (Fixed(16), {"decide_every": 0}, "decide_every must be at least 1, got 0"),
+        (Fixed(16), {"measure_every": 0}, "measure_every must be at least 1, got 0"),
+        (Fixed(16), {"max_skipped": 0}, "max_skipped must be at least 1, got 0"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(policy: Policy, arguments: dict[str, Any], message: str) -> None:
@@ -466,3 +469,31 @@ def test_nothing_decides_by_an_estimate_that_is_no_number() -> None:
     assert run.estimate is None or math.isfinite(run.estimate.noise)
     assert run.batch == 16
     run.ledger.dumps()
+
+
+def test_measuring_every_tenth_step_spans_the_steps_between() -> None:
+    run = controller(measure_every=10, budget=Budget(samples=16_000))
+    plans = simulate(run, flat).plans
+    assert [plan.step for plan in plans if plan.measure] == list(range(0, len(plans), 10))
+    assert run.estimate is not None
+    assert run.estimate.span >= 9 * run.estimate.samples
+    assert run.estimate.low < 200 < run.estimate.high, "flat is 200"
+
+
+def test_a_second_view_is_measured_and_not_followed() -> None:
+    def seen(found: Measurement) -> Measurement:
+        return replace(found, views={"adam": (found.mean_square, found.group_square / 2)})
+
+    alone = controller(budget=Budget(samples=16_000))
+    both = controller(
+        noise=[NoiseEstimator(), NoiseEstimator(geometry="adam")], budget=Budget(samples=16_000)
+    )
+    simulate(alone, flat)
+    simulate(both, flat, seen=seen)
+    assert both.ledger == alone.ledger
+    assert both.views["adam"].geometry == "adam" and both.views["adam"].scale < both.estimate.scale
+    assert not alone.views
+    again = restored(both, controller(noise=[NoiseEstimator(), NoiseEstimator(geometry="adam")]))
+    assert again.views == both.views
+    swapped = restored(both, controller(noise=[NoiseEstimator(geometry="adam"), NoiseEstimator(geometry="new")]))
+    assert swapped.estimate == both.views["adam"] and not swapped.views

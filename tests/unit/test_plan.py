@@ -35,6 +35,8 @@ def makeable(limits: BatchLimits, most: int) -> list[int]:
     if limits.rounding == "none":
         return list(range(1, most + 1))
     by_world = list(range(limits.world, most + 1, limits.world))
+    if limits.rounding == "whole":
+        return [b for b in by_world if b % full == 0]
     return [b for b in by_world if limits.rounding == "world" or b < full or b % full == 0]
 
 
@@ -120,7 +122,7 @@ def test_limits_are_whole_numbers(name: str, value: object) -> None:
 
 
 def test_an_unknown_rounding_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="micro_batch, world, none, got 'up'"):
+    with pytest.raises(ValueError, match="micro_batch, whole, world, none, got 'up'"):
         BatchLimits(rounding="up")
 
 
