@@ -275,7 +275,7 @@ class Tap:
 
     def _warn_of_one_group(self) -> None:
         """Once, when a few windows have had one group each from the start."""
-        if self._lonely_windows is None or not self.source.measuring:
+        if self._lonely_windows is None or self.examples is not None or not self.source.measuring:
             return
         groups = self.layout.world * (1 if self.source.by_rank else len(self._tally.weights))
         self._lonely_windows = self._lonely_windows + 1 if groups == 1 else None

@@ -84,10 +84,13 @@ def _late(kind: str, wrapper: str, how: str) -> list[Measurement]:
     return measured
 
 
-@pytest.mark.parametrize("kind", ["hooks", "ddp"])
 @pytest.mark.parametrize(
-    ("wrapper", "how"),
-    [("plain", "across"), ("plain", "own"), ("plain", "means"), ("views", "own"), ("unused", "own"), ("static", "own")],
+    ("kind", "wrapper", "how"),
+    [
+        *(("hooks", "plain", how) for how in ("across", "own", "means")),
+        *(("ddp", wrapper, "own") for wrapper in WRAPPERS),
+        ("hooks", "static", "own"),
+    ],
 )
 def test_a_late_read_measures_what_the_last_backward_left(kind: str, wrapper: str, how: str) -> None:
     everyone = cases.pieces_of(_sizes(wrapper), tokens=True, dtype=torch.float32)
