@@ -329,8 +329,7 @@ class Controller:
             return
         self._skipped_in_a_row = 0
         if self._evidence is not None:
-            memory = self.estimate.memory if self.estimate else math.inf
-            self._measured = self._evidence.update(self._measured, measurement, plan, memory)
+            self._measured = self._evidence.update(self._measured, measurement, plan)
 
     def _skip(self, step: int) -> None:
         self.ledger.record_skip(step)

@@ -67,12 +67,13 @@ class Evidence:
             state = {**saved, "views": views, "slope": slope}
         return state
 
-    def update(self, state: State, measurement: Measurement, plan: BatchPlan, memory: float) -> State:
-        """The state after the window of ``plan``; the guards look back over about ``memory`` samples."""
+    def update(self, state: State, measurement: Measurement, plan: BatchPlan) -> State:
+        """The state after the window of ``plan``; the guards look back over the memory of the first view."""
         views = dict(state["views"])
         for estimator in self.estimators:
             name = estimator.geometry
             views[name] = estimator.update(views[name], measurement.seen_in(name), plan.last_sample)
+        memory = self.estimators[0].memory(views[self.estimators[0].geometry])
         slope = state["slope"]
         if self.slope is not None and measurement.examples is not None:
             slope = self.slope.update(slope, measurement.examples, measurement)

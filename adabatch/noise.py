@@ -13,8 +13,6 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
-from adabatch.plan import samples_in
-
 # Blocks of one sliding memory: fewer make Student's quantile wide, and more buy nothing.
 MOST_BLOCKS = 32
 # A memory holds at least so many steps, to have blocks to compare, and otherwise at most this share of a run.
@@ -25,14 +23,16 @@ FEWEST_BLOCKS = 8
 SIZING = 8
 # Size of the history's blocks beyond the memory, as a share of the memory.
 COARSE = 0.25
+# Windows keep their weight in the averages until the batch is so many times larger or smaller than that.
+STEADY = 3.0
 # Squared norms above this are no measurement: sums of their squares would leave the range of floats.
 LARGEST = 1e120
 # The name of the view that every measurement has, and of the one in which single examples are measured.
 EUCLIDEAN, NORM_LAYERS = "euclidean", "norm_layers"
 
-# A block holds sums over neighbouring measured windows: of N, 1, the samples of training since the measured window
-# before, N G^2, N S and a reading of the variance of N G^2.
-SAMPLES, STEPS, SPAN, SIGNAL, NOISE, VARIANCE = range(6)
+# A block holds sums over neighbouring measured windows: of the weight w, 1, N, the samples of training since the measured
+# window before, w G^2, w S and a reading of the variance of w G^2.
+WEIGHT, STEPS, SAMPLES, SPAN, SIGNAL, NOISE, VARIANCE = range(7)
 
 Block = list[float]
 Blocks = list[Block]
@@ -196,7 +196,7 @@ class NoiseEstimator:
 
     def init(self) -> State:
         """The state before anything was measured."""
-        return {"memory": 0.0, "last": None, "total": [0, 0, 0, 0.0, 0.0, 0.0], "recent": [], "older": []}
+        return {"memory": 0.0, "last": None, "total": [0, 0, 0, 0, 0.0, 0.0, 0.0], "recent": [], "older": []}
 
     def update(self, state: State, measurement: Measurement, last_sample: int | None = None) -> State:
         """The state after one more window; ``state`` itself when the window cannot be measured.
@@ -204,47 +204,45 @@ class NoiseEstimator:
         Args:
             last_sample: samples of training up to the end of this window. What went by since the measured window
                 before it counts as looked back over, too. None: this window came right after that one.
-
-        Raises:
-            ValueError: when the window began before the last measured one ended.
         """
         if not measurement.measurable:
             return state
         samples, signal = measurement.samples, measurement.signal
-        end, *before = state["last"] or (None, samples, signal)
-        last_sample = (end or 0) + samples if last_sample is None else last_sample
-        span = samples if end is None else last_sample - end
-        if span < samples:
-            raise ValueError(f"a window of {samples} samples up to sample {last_sample} overlaps one up to {end}")
-        variance = _difference_variance(samples, signal, *before)
-        row = [samples, 1, span, samples * signal, samples * measurement.noise, variance]
-        total, held = _sum(state["total"], row), [a + b for a, b in zip(_extent(state["recent"]), row)]
-        memory = self._resize(state["memory"] or float(samples_in(FEWEST_STEPS, samples)), held, total)
+        end, weight, *before = state["last"] or (None, samples, samples, signal)
+        if last_sample is None:
+            last_sample = (end or 0) + samples
+        if not weight <= STEADY * samples <= STEADY * STEADY * weight:
+            weight = samples
+        span = samples if end is None else max(last_sample - end, samples)
+        variance = (weight / samples) ** 2 * _difference_variance(samples, signal, *before)
+        row = [weight, 1, samples, span, weight * signal, weight * measurement.noise, variance]
+        total = _sum(state["total"], row)
+        memory = self._resize(state["memory"] or float(FEWEST_STEPS * weight), weight, total)
         aim = self._aim(memory, total)
         recent, older = _add(state["recent"], row, aim / MOST_BLOCKS), state["older"].copy()
-        _balance(recent, older, held, aim)
+        _balance(recent, older, aim)
         if _forget(older, total, SIZING * aim):
             total = [sum(column) for column in zip(*older, *recent, strict=True)]
         blocks = {"recent": _compact(recent), "older": _compact(older)}
-        return {"memory": memory, "last": [last_sample, samples, signal], "total": total, **blocks}
+        return {"memory": memory, "last": [last_sample, weight, samples, signal], "total": total, **blocks}
 
     def value(self, state: State) -> Estimate | None:
         """The estimate, or None before anything was measured."""
         blocks = state["recent"]
         if not blocks:
             return None
-        samples, steps, span = _extent(blocks)
-        signal, noise = _total(blocks, SIGNAL) / samples, _total(blocks, NOISE) / samples
+        weight, steps, samples, span, signal, noise, _ = (sum(column) for column in zip(*blocks, strict=True))
+        signal, noise = signal / weight, noise / weight
         # In units of their own size, so that no power of a tiny or huge gradient leaves the range of floats.
         unit = abs(signal) + abs(noise) or 1.0
         spread = _spread(
-            [block[SAMPLES] for block in blocks],
-            [block[SIGNAL] / block[SAMPLES] / unit for block in blocks],
-            [block[NOISE] / block[SAMPLES] / unit for block in blocks],
+            [block[WEIGHT] for block in blocks],
+            [block[SIGNAL] / block[WEIGHT] / unit for block in blocks],
+            [block[NOISE] / block[WEIGHT] / unit for block in blocks],
         )
         # 1/scale = G^2/S + 1/D: the correction for finite data shifts the signal by a multiple of the noise.
         signal, spread = signal + noise * self.inverse_size, spread.shifted(self.inverse_size)
-        low, high = _interval(signal / unit, noise / unit, spread, 0.5 + 0.5 * self.confidence)
+        low, high = _interval(signal / unit, noise / unit, spread, self.confidence)
         high = high if len(blocks) >= FEWEST_BLOCKS else math.inf
         return Estimate(
             signal=signal,
@@ -255,36 +253,41 @@ class NoiseEstimator:
             resolved=high < math.inf,
             samples=samples,
             steps=steps,
-            memory=round(max(self._aim(state["memory"], state["total"]), FEWEST_STEPS * span / steps)),
+            memory=round(max(self._aim(state["memory"], state["total"]) / weight, FEWEST_STEPS / steps) * span),
             geometry=self.geometry,
             span=span,
         )
 
-    def _aim(self, memory: float, total: Block) -> float:
-        """Samples to look back over: the chosen memory within its bounds, and never the first half of a run."""
-        return min(memory, self.cap, 0.5 * total[SPAN])
+    def memory(self, state: State) -> float:
+        """Samples of training, measured or not, that the state aims to look back over; 0 before anything was measured."""
+        return self._aim(state["memory"], state["total"])
 
-    def _resize(self, memory: float, held: Block, total: Block) -> float:
+    def _aim(self, memory: float, total: Block) -> float:
+        """Weight to average over: the chosen memory within its bounds, and never the first half of a run."""
+        return min(memory, self._most(total), 0.5 * total[WEIGHT])
+
+    def _most(self, total: Block) -> float:
+        """The weight of the history, or of the largest share of a run where that is less."""
+        return total[WEIGHT] * min(1.0, self.cap / total[SPAN])
+
+    def _resize(self, memory: float, weight: float, total: Block) -> float:
         """``memory`` times the power of 2 that brings it nearest to what the history asks for."""
-        most = math.ceil(math.log2(min(total[SPAN], self.cap) / memory))
-        wanted = max(self._wanted_steps(held, total), FEWEST_STEPS) * held[SPAN] / held[STEPS]
+        most = math.ceil(math.log2(self._most(total) / memory))
+        wanted = max(self._wanted(total), FEWEST_STEPS * weight)
         return memory * 2.0 ** (min(round(math.log2(wanted / memory)), most) if wanted < math.inf else most)
 
-    def _wanted_steps(self, held: Block, total: Block) -> float:
-        """Measured steps after which the averaged G^2 has the wanted relative error; inf while no signal is seen.
+    def _wanted(self, total: Block) -> float:
+        """Weight after which the averaged G^2 has the wanted relative error; inf while no signal is seen.
 
-        The variance c of one step's N G^2 is measured, not taken from the formula 2 tr(Sigma^2) K/(K-1): the two agree
-        at low signal, and the measured one also has the 4 N G'Sigma G term and heavy tails, and needs no d_eff. It
-        comes from successive steps: these are several times as precise as differences of 32 blocks, and the steep
-        fall of G^2 with which a run starts does not pass for noise, as it would in a plain second moment. The mean over
-        n steps of B samples, those of the present memory, then has variance c / (B^2 n), whatever batches c was
-        measured at.
+        The variance of one step's G^2 is measured, not taken from the formula 2 tr(Sigma^2) K/(K-1) / N^2: the two
+        agree at low signal, and the measured one also has the 4 G'Sigma G / N term and heavy tails, and needs no d_eff.
+        It comes from successive steps: these are several times as precise as differences of 32 blocks, and the steep
+        fall of G^2 with which a run starts does not pass for noise, as it would in a plain second moment.
         """
-        signal = (total[SIGNAL] + total[NOISE] * self.inverse_size) / total[SAMPLES]
+        signal = (total[SIGNAL] + total[NOISE] * self.inverse_size) / total[WEIGHT]
         if signal <= 0.0:
             return math.inf
-        batch = held[SAMPLES] / held[STEPS]
-        return total[VARIANCE] / total[STEPS] / signal / signal / self.relative_error**2 / batch**2
+        return total[VARIANCE] / total[WEIGHT] / signal / signal / self.relative_error**2
 
 
 @lru_cache(maxsize=1024)
@@ -345,16 +348,28 @@ def _spread(sizes: list[int], signals: list[float], noises: list[float]) -> _Spr
     return _Spread(signal / total, noise / total, both / total, mass * mass / squares)
 
 
-def _interval(signal: float, noise: float, spread: _Spread, probability: float) -> tuple[float, float]:
+def _interval(signal: float, noise: float, spread: _Spread, confidence: float) -> tuple[float, float]:
     """Fieller's confidence interval of noise / signal, cut to [0, inf].
 
     It is the set of ratios R for which signal * R - noise is within t standard errors of 0. When that set has no upper
-    end, the lower bound comes from 1/R, which is then an interval around 0; a negative signal bounds no more than a
+    end, the lower one comes from 1/R, which is then an interval around 0; a negative signal bounds no more than a
     zero one would, so that bad luck does not pass for a huge scale.
+
+    That leaves one way of missing a 1/R that is within t standard errors of 0: a signal which is too large. Such R
+    are held against the one-sided t, or the interval would hold the truth more often than it says (hep-ex/9910041).
     """
     if math.isinf(spread.signal):
         return 0.0, math.inf
-    signal, t2 = max(signal, 0.0), student_quantile(probability, spread.freedom) ** 2
+    signal = max(signal, 0.0)
+    both = student_quantile(0.5 + 0.5 * confidence, spread.freedom) ** 2
+    one = student_quantile(max(confidence, 0.5), spread.freedom) ** 2
+    low, high = _fieller(signal, noise, spread, both)
+    near, _ = _fieller(0.0, noise, spread, both)
+    return low, min(high, max(_fieller(signal, noise, spread, one)[1], near))
+
+
+def _fieller(signal: float, noise: float, spread: _Spread, t2: float) -> tuple[float, float]:
+    """The lowest and the highest R >= 0 with (signal * R - noise)^2 <= t2 times its variance, for signal >= 0."""
     cross = noise * signal - t2 * spread.both
     signal_left = signal * signal - t2 * spread.signal
     noise_left = noise * noise - t2 * spread.noise
@@ -372,33 +387,33 @@ def _difference_variance(samples: int, signal: float, last_samples: int, last_si
 
 
 def _add(blocks: Blocks, row: Block, size: float) -> Blocks:
-    """The blocks with one more at the end, joined to the newest while that spans fewer than ``size`` samples."""
-    if blocks and blocks[-1][SPAN] < size:
+    """The blocks with one more at the end, joined to the newest while that weighs less than ``size``."""
+    if blocks and blocks[-1][WEIGHT] < size:
         return [*blocks[:-1], _sum(blocks[-1], row)]
     return [*blocks, row]
 
 
-def _balance(recent: Blocks, older: Blocks, held: Block, aim: float) -> None:
-    """Move blocks between the two lists, so that ``recent``, of extent ``held``, spans ``aim`` samples or little less.
+def _balance(recent: Blocks, older: Blocks, aim: float) -> None:
+    """Move blocks between the two lists, so that ``recent`` weighs ``aim`` or little less.
 
     The lists are changed, the blocks never: states share them.
     """
-    _, steps, span = held
-    while span > aim and steps - recent[0][STEPS] >= FEWEST_STEPS:
+    weight, steps = _total(recent, WEIGHT), _total(recent, STEPS)
+    while weight > aim and steps - recent[0][STEPS] >= FEWEST_STEPS:
         block = recent.pop(0)
-        steps, span = steps - block[STEPS], span - block[SPAN]
+        weight, steps = weight - block[WEIGHT], steps - block[STEPS]
         older[:] = _add(older, block, COARSE * aim)
-    while older and span + older[-1][SPAN] <= aim:
+    while older and weight + older[-1][WEIGHT] <= aim:
         recent.insert(0, older.pop())
-        span += recent[0][SPAN]
+        weight += recent[0][WEIGHT]
 
 
 def _forget(older: Blocks, total: Block, most: float) -> bool:
-    """Drop the oldest blocks beyond a span of ``most``, but for the steps that a sizing needs; whether any went."""
-    _, steps, span, *_ = total
-    while older and span > most and steps - older[0][STEPS] >= SIZING * FEWEST_STEPS:
+    """Drop the oldest blocks beyond a weight of ``most``, but for the steps that a sizing needs; whether any went."""
+    weight, steps, *_ = total
+    while older and weight > most and steps - older[0][STEPS] >= SIZING * FEWEST_STEPS:
         block = older.pop(0)
-        steps, span = steps - block[STEPS], span - block[SPAN]
+        weight, steps = weight - block[WEIGHT], steps - block[STEPS]
     return steps < total[STEPS]
 
 
@@ -410,16 +425,6 @@ def _compact(blocks: Blocks) -> Blocks:
     odd = len(closed) % 2
     pairs = zip(closed[odd::2], closed[odd + 1 :: 2], strict=True)
     return [*closed[:odd], *(_sum(*pair) for pair in pairs), newest]
-
-
-def _extent(blocks: Blocks) -> tuple[int, int, int]:
-    """Samples, steps and span of all blocks together."""
-    samples = steps = span = 0
-    for block in blocks:
-        samples += block[SAMPLES]
-        steps += block[STEPS]
-        span += block[SPAN]
-    return samples, steps, span
 
 
 def _total(blocks: Blocks, column: int) -> float:

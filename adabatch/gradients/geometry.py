@@ -13,8 +13,8 @@ from adabatch.gradients.rulers import Instrument
 
 NAMES = ("auto", "euclidean", *VIEWS, "layers", "groups")
 
-# The square-root form: on a small GPT under AdamW its noise scale followed the measured critical batch, and that of the
-# other form varied by 20 times (docs/results).
+# The square-root form: on a byte-level GPT of 0.4 million parameters under AdamW its noise scale read 82, 84 and 105 while
+# the batch of half efficiency was measured as 138, 190 and 195; the other form read 1455, 118 and 2133.
 ADAPTIVE = "adam_sqrt"
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]

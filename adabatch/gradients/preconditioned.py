@@ -27,14 +27,14 @@ VIEWS = ("adam", "adam_sqrt")
 WARM_STEPS = 5
 
 # Elements of one chunk. On a CPU three chunks of 256 KB stay in the cache, and single precision adds one up right to
-# 5e-7 (measured); a GPU adds in a tree, and there a kernel's launch costs more than memory.
+# 5e-7 (measured); on a GPU sums are in double precision, and a kernel's launch costs more than memory.
 CHUNK, CHUNK_ON_GPU = 65_536, 4_194_304
 
 # Gradients up to this size are kept until the pass ends, and measured as one; at most a chunk of them in all.
-SMALL, SMALL_ON_GPU = 4_096, 16_384
+SMALL, SMALL_ON_GPU = 4_096, 262_144
 
-# A second moment without a 0 can only get one by underflow, after 1,000 steps without a gradient. So it is not looked
-# through in every window.
+# A second moment without a 0 can only get one by underflow, after hundreds of steps without a gradient. So it is not
+# looked through in every window.
 WINDOWS_BETWEEN_LOOKS = 64
 
 
@@ -70,7 +70,7 @@ class _Moment:
         second: the same in real numbers, as a vector.
         order: that vector's order, where it is not the usual one: the dimensions from the outermost on.
         first: what a centred RMSprop squares and takes off v.
-        gaps: whether v may be 0 somewhere.
+        gaps: whether v is 0 somewhere; ``None`` when nobody has looked.
         root: square root of the bias correction. ``None`` while v is made of too few squares, and NaN where only the
             device knows that.
         floor: eps times root.
@@ -83,7 +83,7 @@ class _Moment:
     second: Tensor = field(default_factory=lambda: torch.zeros(0))
     order: tuple[int, ...] | None = None
     first: Tensor | None = None
-    gaps: bool = True
+    gaps: bool | None = None
     root: float | Tensor | None = None
     floor: float | Tensor = 0.0
 
@@ -91,8 +91,9 @@ class _Moment:
         """Take the optimizer's state of a parameter as the window's."""
         kept = state["max_exp_avg_sq" if self.group.get("amsgrad") else self.family.second]
         if kept is not self.state or self.order is not None:
-            self.gaps |= kept is not self.state
-            self.state, real = kept, _real(kept)
+            if kept is not self.state:
+                self.state, self.gaps = kept, None
+            real = _real(kept)
             order = tuple(sorted(range(real.dim()), key=real.stride, reverse=True))
             self.order = None if real.is_contiguous() else order
             self.second = self.flat(kept)
@@ -179,12 +180,12 @@ class Preconditioned:
                 moment.take(states[index], roots[index])
 
     def _look_for_gaps(self) -> None:
-        """Where v is 0 somewhere. A GPU is not asked, as the host would have to wait for it."""
+        """Find out where v is 0 somewhere. A GPU is not asked, as the host would have to wait for it."""
         again = self._windows % WINDOWS_BETWEEN_LOOKS == 0
         self._windows += 1
         if self._layout.device.type == "cpu":
             for index, moment in self._moments.items():
-                if moment.root is not None and index not in self.small and (moment.gaps or again):
+                if moment.root is not None and index not in self.small and (moment.gaps is None or again):
                     moment.gaps = moment.first is not None or not bool(moment.second.min() > 0)
 
 
@@ -248,7 +249,11 @@ class _Reading:
             room = torch.empty(self._ruler.chunk, dtype=gradient.dtype, device=self._device)
             self._scratch[gradient.dtype] = room
         room = room if second.numel() == room.numel() else room[: second.numel()]
-        return _dots(self._ruler.names, gradient, _quotient(gradient, second, first, moment.floor, moment.gaps, room))
+        return _dots(
+            self._ruler.names,
+            gradient,
+            _quotient(gradient, second, first, moment.floor, moment.gaps is not False, room),
+        )
 
     def _of_large(self) -> Tensor:
         order = sorted(self._large)
@@ -297,7 +302,10 @@ def _quotient(
 
 
 def _dots(views: Sequence[str], gradient: Tensor, quotient: Tensor) -> tuple[Tensor, ...]:
-    return tuple(torch.dot(quotient, quotient if view == "adam" else gradient) for view in views)
+    others = [quotient if view == "adam" else gradient for view in views]
+    if quotient.device.type == "cpu":
+        return tuple(torch.dot(quotient, other) for other in others)
+    return tuple((quotient * other).sum(dtype=torch.float64) for other in others)
 
 
 def _single(gradient: Tensor) -> Tensor:

@@ -110,7 +110,7 @@ class Readings:
         """Squared lengths in all views, (views,), in double precision on the device."""
         if not self._readings:
             return torch.zeros(0, dtype=torch.float64, device=self._device)
-        return torch.cat([reading.total() for reading in self._readings])
+        return torch.cat([reading.total().to(self._device) for reading in self._readings])
 
 
 def share(layout: Layout) -> frozenset[int]:

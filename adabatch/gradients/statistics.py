@@ -12,8 +12,8 @@ from torch import Tensor
 from adabatch.gradients.outbox import Copy, Letter
 from adabatch.noise import NORM_LAYERS, Measurement
 
-# What is summed over the ranks, in double precision. The squared lengths come last: of the groups in every view, and
-# where the ranks hold shards of the mean gradient, of those shards.
+# What is summed over the ranks, in double precision. The squared lengths come last: of the groups in every view, of
+# the mean gradient in every view but the Euclidean one, and where the ranks hold shards of it, of those shards.
 WEIGHT, WEIGHT_SQUARE, SAMPLES, GROUPS, LOSS, STOP, PAUSE, SQUARES = range(8)
 
 
@@ -197,7 +197,7 @@ class Pending:
         numbers = self._letter.read()
         norm, scale, along, *factors = self._facts.read()
         after = SQUARES + 1 + len(factors)
-        mean_squares = [share * factor for share, factor in zip(numbers[after:], factors)]
+        mean_squares = [shares * factor for shares, factor in zip(numbers[after:], factors)]
         weight = numbers[WEIGHT]
         self._require_planned(round(numbers[SAMPLES]), weight)
         share = self._share / (weight or math.nan) if self._over_weight else self._share

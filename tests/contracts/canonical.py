@@ -92,5 +92,8 @@ class Scripted:
     ) -> dict[str, int]:
         return {"windows": state["windows"] + 1}
 
+    def memory(self, state: dict[str, int]) -> float:
+        return 64.0
+
     def value(self, state: dict[str, int]) -> Estimate | None:
         return self.estimates[state["windows"] % len(self.estimates)]

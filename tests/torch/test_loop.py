@@ -78,6 +78,7 @@ def make(
     world = distributed.World(distributed.rank(), distributed.size(), 0, 1, torch.device("cpu"))
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Dropout(0.2), nn.Linear(12, 1))
+    torch.manual_seed(world.rank)
     model = DistributedDataParallel(plain) if world.size > 1 else plain
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01, betas=(0.9, 0.95), fused=True)
     optimizers.prepare(optimizer)
