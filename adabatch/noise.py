@@ -260,7 +260,8 @@ class NoiseEstimator:
 
     def memory(self, state: State) -> float:
         """Samples of training, measured or not, that the state aims to look back over; 0 before anything was measured."""
-        return self._aim(state["memory"], state["total"])
+        total = state["total"]
+        return self._aim(state["memory"], total) * total[SPAN] / total[WEIGHT] if total[STEPS] else 0.0
 
     def _aim(self, memory: float, total: Block) -> float:
         """Weight to average over: the chosen memory within its bounds, and never the first half of a run."""

@@ -83,7 +83,7 @@ def _of_one(optimizer: torch.optim.Optimizer, group: dict[str, Any], state: dict
 
 
 def views(model: nn.Module, p: Tensor, groups: Sequence[Sequence[cases.Piece]]) -> dict[str, tuple[float, float]]:
-    """|P g|^2 and g^T P g of the mean gradient, and the weighted sums over the groups, from separate backward passes."""
+    """|P g|^2 and g^T P g of the mean gradient, and their weighted sums over the groups, from separate backwards."""
     weights = torch.tensor([sum(piece.weight for piece in group) for group in groups], dtype=torch.float64)
     shares = weights / weights.sum()
     gradients = torch.stack([cases.gradient(model, group) for group in groups])

@@ -13,8 +13,8 @@ from adabatch.gradients.rulers import Instrument
 
 NAMES = ("auto", "euclidean", *VIEWS, "layers", "groups")
 
-# The square-root form: on a byte-level GPT of 0.4 million parameters under AdamW its noise scale read 82, 84 and 105 while
-# the batch of half efficiency was measured as 138, 190 and 195; the other form read 1455, 118 and 2133.
+# The square-root form: on a byte-level GPT of 0.4 million parameters under AdamW its noise scale read 82, 84 and 105
+# while the batch of half efficiency was measured as 138, 190 and 195; the other form read 1455, 118 and 2133.
 ADAPTIVE = "adam_sqrt"
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
@@ -179,7 +179,7 @@ def _require_second_moments(views: Sequence[str], optimizers: Sequence[torch.opt
     if layout.sharded:
         raise ValueError(
             f"{asked} under FSDP2 would need every rank's second moments on every rank: optimizer states are sharded, "
-            f"while a group's gradient is whole. Use 'euclidean', 'layers' or 'groups' there, or DistributedDataParallel"
+            f"while a group's gradient is whole. Use 'euclidean', 'layers' or 'groups', or DistributedDataParallel"
         )
     others = [type(one).__name__ for one in optimizers if not family(one) and not _is_muon(one)]
     if others or not any(map(family, optimizers)):
