@@ -282,6 +282,7 @@ class _Reading:
         roots = _spread([moment.root for moment in moments], sizes, self._device)
         floors = _spread([moment.floor for moment in moments], sizes, self._device)
         gradient = _single(torch.cat([self._small[index] for index in order]))
+        self._small.clear()
         quotient = _quotient(gradient, second, first, floors, gaps=True, out=torch.empty_like(gradient)).mul_(roots)
         return torch.stack(_dots(self._ruler.names, gradient, quotient)).double()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from adabatch import gradients
-from adabatch.gradients import geometry, preconditioned
+from adabatch.gradients import geometry, preconditioned, rulers
 from adabatch.gradients.layout import survey
 from adabatch.noise import Measurement
 
@@ -496,6 +497,15 @@ def test_rulers_of_ones_own_stand_beside_the_others() -> None:
     assert measured.views["double"] == pytest.approx(expected, rel=1e-12)
     assert measured.views["wide"] == pytest.approx(measured.views["layer:wide"], rel=1e-12)
     assert own[0].windows > opened
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 20])
+def test_each_part_of_the_mean_gradient_is_measured_on_one_rank(world: int) -> None:
+    layout = survey(nn.Sequential(*(nn.Linear(size, 30) for size in (50, 40, 40, 30, 10, 70))))
+    shares = [rulers.share(dataclasses.replace(layout, world=world, rank=rank)) for rank in range(world)]
+    assert sorted(index for one in shares for index in one) == list(range(len(layout.parameters)))
+    sizes = [sum(layout.parameters[index].numel() for index in one) for one in shares]
+    assert max(sizes) <= max(1.2 * sum(sizes) / world, 70 * 30)
 
 
 # -- which one
