@@ -307,7 +307,10 @@ def test_it_goes_on_by_torchrun_on_two_ranks(image_run) -> None:
     first, second, output = image_run
     assert "ranks: 1 -> 2 (applied)" in output and "stop.samples: 400 -> 1k (applied)" in output
     before, after = Ledger.load(first), Ledger.load(second)
-    assert after.samples == 1000 and after.segments[: len(before.segments)] == before.segments
+    assert after.samples == 1000
+    assert [after.batch_at_step(step) for step in range(before.steps)] == [
+        before.batch_at_step(step) for step in range(before.steps)
+    ]
     assert read_metrics(second).steps[-1]["world"] == 2
     assert read_metrics(second).evaluations[-1]["loss"] < read_metrics(first).evaluations[-1]["loss"]
 
@@ -326,9 +329,9 @@ def test_a_sharded_run_learns_the_same_and_goes_on_without_shards(runs) -> None:
     launch(LM, f"run_folder={alone}", *same)
     more = ["parallelism=fsdp", "parallelism.replicas=2", "limits.micro_batch=4", "logger.names=[jsonl]"]
     launch(LM, f"run_folder={sharded}", *same, *more, ranks=4)
-    assert losses(sharded)[160] == pytest.approx(losses(alone)[160], abs=1e-4)
+    assert losses(sharded)[160] == pytest.approx(losses(alone)[160], abs=2e-3)
     scale = [read_metrics(folder).steps[-1]["signal"] for folder in (alone, sharded)]
     assert scale[0] is not None and scale[1] is not None
     launch(LM, f"resume={sharded}", "parallelism=ddp", "stop.samples=320", ranks=2)
     launch(LM, f"resume={alone}", "stop.samples=320")
-    assert losses(sharded)[320] == pytest.approx(losses(alone)[320], abs=1e-4)
+    assert losses(sharded)[320] == pytest.approx(losses(alone)[320], abs=2e-3)

@@ -131,12 +131,19 @@ class TestAverages:
     def test_nothing_measured_yet(self):
         assert NoiseEstimator().value(NoiseEstimator().init()) is None
 
-    def test_signal_and_noise_are_averaged_apart_and_by_samples(self):
-        windows = [window(1.0, 10.0, 8), window(-0.5, 40.0, 24), window(0.9, 20.0, 16)]
+    def test_signal_and_noise_are_averaged_apart(self):
+        # A batch within three times the first one changes no weight; the last window weighs what it has.
+        windows = [window(1.0, 10.0, 8), window(-0.5, 40.0, 24), window(0.9, 20.0, 16), window(0.6, 30.0, 32)]
         estimate = NoiseEstimator().value(feed(NoiseEstimator(), windows))
-        assert estimate.signal == pytest.approx((8 * 1 - 24 * 0.5 + 16 * 0.9) / 48)
-        assert estimate.noise == pytest.approx((8 * 10 + 24 * 40 + 16 * 20) / 48)
+        assert estimate.signal == pytest.approx((8 * (1 - 0.5 + 0.9) + 32 * 0.6) / 56)
+        assert estimate.noise == pytest.approx((8 * (10 + 40 + 20) + 32 * 30) / 56)
         assert estimate.scale == pytest.approx(estimate.noise / estimate.signal)
+        assert (estimate.samples, estimate.steps) == (80, 4)
+
+    def test_weights_follow_a_batch_that_falls(self):
+        windows = [window(1.0, 10.0, 24), window(-0.5, 40.0, 8), window(0.9, 20.0, 7), window(0.6, 30.0, 20)]
+        estimate = NoiseEstimator().value(feed(NoiseEstimator(), windows))
+        assert estimate.signal == pytest.approx((24 * (1 - 0.5) + 7 * (0.9 + 0.6)) / 62)
 
     def test_means_are_unbiased_while_the_memory_adapts(self):
         # At a noise scale of 20 batches the memory moves most between its 16th and 128th step.
@@ -255,6 +262,29 @@ class TestInterval:
         estimate = NoiseEstimator().value(feed(NoiseEstimator(), [window(6 + (-1) ** i, 640.0) for i in range(16)]))
         half = student_quantile(0.975, 450 / 44) * math.sqrt(2 / 16)
         assert (estimate.low, estimate.high) == pytest.approx((640 / (6 + half), 640 / (6 - half)))
+
+    @pytest.mark.parametrize(
+        ("mean", "inverse_high"),
+        [
+            (0.63, 0.0),  # not even above a one-sided 95 % quantile, 0.640
+            (0.70, 0.0597),  # less the one-sided quantile
+            (1.30, 0.6403),  # would go on above the one-sided quantile itself
+            (1.50, 0.7155),  # less the two-sided one, 0.784
+        ],
+    )
+    def test_near_zero_by_hand(self, mean, inverse_high):
+        # The standard error is sqrt(2 / 16) with 10.23 degrees of freedom: quantiles of 1.811 and 2.219 of these.
+        windows = [window(mean + (-1) ** i, 640.0) for i in range(16)]
+        estimate = NoiseEstimator().value(feed(NoiseEstimator(), windows))
+        assert 640 / estimate.high == pytest.approx(inverse_high, abs=2e-4)
+        assert 640 / estimate.low == pytest.approx(mean + 0.7845, abs=2e-4)
+
+    def test_what_cannot_be_resolved_is_not_covered_too_often(self):
+        covered = 0
+        for seed in range(2000):
+            estimate = NoiseEstimator().value(feed(NoiseEstimator(), stream(seed, 16, ratio=200)))
+            covered += estimate.low <= 200 * 64 <= estimate.high
+        assert 0.935 < covered / 2000 < 0.965  # two-sided quantiles: 97.5 %
 
     def test_unbounded_set_is_unresolved(self):
         rng = random.Random(2)
