@@ -11,8 +11,8 @@ measurement can resolve) and beside:
 All have the same model, data, optimizer and clipping; the plain loop accumulates under ``no_sync``, and logs its loss
 and gradient norm every 10 steps too. FSDP2's tap runs against a plain FSDP2 loop.
 
-A round is one block of steps of each, in random order. A ratio is the geometric mean over rounds, with a 95 % interval
-by Student's quantile; rounds go on until every interval's half-width is small enough, or the time for the cell is over,
+A round is one block of steps of each, in random order. A ratio is the geometric mean over rounds, relative to both
+copies of the plain loop, with a 95 % interval by Student's quantile; rounds go on until every interval's half-width is small enough, or the time for the cell is over,
 which is then said. A target falls short when the interval lies wholly above it. Memory is what tensors hold between
 backward and clipping beyond the plain loop's, relative to the parameters.
 
@@ -148,8 +148,12 @@ def profiled(loop: Any, steps: int) -> dict[str, float]:
 
 
 def interval(rounds: list[dict[str, float]], arm: str) -> tuple[float, float]:
-    """Geometric mean of ``arm`` over plain, and the half-width of its 95 % interval."""
-    logs = [math.log(times[arm] / times["plain"]) for times in rounds]
+    """Geometric mean of ``arm`` over plain, and the half-width of its 95 % interval.
+
+    The plain time of a round is the geometric mean of both copies'; for the second copy it is the first one's.
+    """
+    copies = ["plain"] if arm == "plain again" else ["plain", "plain again"]
+    logs = [math.log(times[arm]) - statistics.fmean(math.log(times[copy]) for copy in copies) for times in rounds]
     spread = statistics.stdev(logs) / math.sqrt(len(logs))
     ratio = math.exp(statistics.fmean(logs))
     return ratio, ratio * student(len(logs) - 1) * spread
