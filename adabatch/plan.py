@@ -146,9 +146,9 @@ class BatchPlan:
         micro_batch: most samples of one micro-batch in this step.
         micro_batches: micro-batches that every rank runs.
         measure: whether the gradient noise is measured in this step.
-        drift: whether the gradient is compared with the optimizer's momentum, too.
         schedule: value of the learning-rate schedule, a multiplier of the configured rate.
         scales: what moves with the batch.
+        drift: whether the gradient is compared with the optimizer's momentum, too.
     """
 
     step: int
@@ -158,9 +158,9 @@ class BatchPlan:
     micro_batch: int
     micro_batches: int
     measure: bool = True
-    drift: bool = False
     schedule: float = 1.0
     scales: Scales = field(default_factory=Scales)
+    drift: bool = False
 
     @property
     def last_sample(self) -> int:
