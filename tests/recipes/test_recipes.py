@@ -330,8 +330,6 @@ def test_a_sharded_run_learns_the_same_and_goes_on_without_shards(runs) -> None:
     more = ["parallelism=fsdp", "parallelism.replicas=2", "limits.micro_batch=4", "logger.names=[jsonl]"]
     launch(LM, f"run_folder={sharded}", *same, *more, ranks=4)
     assert losses(sharded)[160] == pytest.approx(losses(alone)[160], abs=2e-3)
-    scale = [read_metrics(folder).steps[-1]["signal"] for folder in (alone, sharded)]
-    assert scale[0] is not None and scale[1] is not None
     launch(LM, f"resume={sharded}", "parallelism=ddp", "stop.samples=320", ranks=2)
     launch(LM, f"resume={alone}", "stop.samples=320")
     assert losses(sharded)[320] == pytest.approx(losses(alone)[320], abs=2e-3)

@@ -266,18 +266,18 @@ class TestInterval:
     @pytest.mark.parametrize(
         ("mean", "inverse_high"),
         [
-            (0.63, 0.0),  # not even above a one-sided 95 % quantile, 0.640
-            (0.70, 0.0597),  # less the one-sided quantile
-            (1.30, 0.6403),  # would go on above the one-sided quantile itself
-            (1.50, 0.7155),  # less the two-sided one, 0.784
+            (0.63, 0.0),  # not even above the one-sided quantile, 0.639
+            (0.70, 0.0606),  # less the one-sided quantile
+            (1.30, 0.6394),  # that ends where the one-sided quantile is
+            (1.50, 0.7146),  # less the two-sided quantile, 0.785
         ],
     )
     def test_near_zero_by_hand(self, mean, inverse_high):
-        # The standard error is sqrt(2 / 16) with 10.23 degrees of freedom: quantiles of 1.811 and 2.219 of these.
+        # The standard error is sqrt(2 / 16) with 10.23 degrees of freedom: tables give 1.808 and 2.221 of these.
         windows = [window(mean + (-1) ** i, 640.0) for i in range(16)]
         estimate = NoiseEstimator().value(feed(NoiseEstimator(), windows))
         assert 640 / estimate.high == pytest.approx(inverse_high, abs=2e-4)
-        assert 640 / estimate.low == pytest.approx(mean + 0.7845, abs=2e-4)
+        assert 640 / estimate.low == pytest.approx(mean + 0.7854, abs=2e-4)
 
     def test_what_cannot_be_resolved_is_not_covered_too_often(self):
         covered = 0
