@@ -30,8 +30,8 @@ LARGEST = 1e120
 # The name of the view that every measurement has, and of the one in which single examples are measured.
 EUCLIDEAN, NORM_LAYERS = "euclidean", "norm_layers"
 
-# A block holds sums over neighbouring measured windows: of the weight w, 1, N, the samples of training since the measured
-# window before, w G^2, w S and a reading of the variance of w G^2.
+# A block holds sums over neighbouring measured windows: of the weight w, 1, N, the samples of training since the
+# measured window before, w G^2, w S and a reading of the variance of w G^2.
 WEIGHT, STEPS, SAMPLES, SPAN, SIGNAL, NOISE, VARIANCE = range(7)
 
 Block = list[float]
@@ -163,9 +163,9 @@ class NoiseEstimator:
 
     A window weighs what the batch was when it last became three times larger or smaller than the weight before, and
     the memory is a sum of weights. So the windows of a batch that follows the estimate weigh the same, and the memory
-    holds the same number of them. Otherwise a G^2 that is low by chance raises the batch, and the windows after it weigh
-    more for that and push it out sooner: weights by samples left the averaged G^2 high by 2 % where the batch was kept
-    at a tenth of the estimate at every decision, by 7 % at a thirtieth (now 0.3 % and 2 %).
+    holds the same number of them. Otherwise a G^2 that is low by chance raises the batch, and the windows after it
+    weigh more for that and push it out sooner: weights by samples left the averaged G^2 high by 2 % where the batch was
+    kept at a tenth of the estimate at every decision, by 7 % at a thirtieth (now 0.3 % and 2 %).
 
     Args:
         relative_error: standard error that the averaged G^2 should have, as a share of it.
@@ -265,7 +265,7 @@ class NoiseEstimator:
         )
 
     def memory(self, state: State) -> float:
-        """Samples of training, measured or not, that the state aims to look back over; 0 before anything was measured."""
+        """Samples of training, measured or not, that the state aims to look back over; 0 before the first window."""
         total = state["total"]
         return self._aim(state["memory"], total) * total[SPAN] / total[WEIGHT] if total[STEPS] else 0.0
 
