@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,8 +31,10 @@ class _Exchange:
         measuring: whether norms are taken.
         summing: whether the division by the world size is left to the caller, who divides anyhow.
         places: each trainable parameter's number in the layout, by identity.
-        parts, readings, seen: norms by parameter, views beside the Euclidean one, and real numbers, taken in this
-            window's first synchronisation.
+        parts, seen: norms by parameter, and real numbers, taken in this window's first synchronisation.
+        views: takes views beside the Euclidean one, while its tap is there. DDP holds on to this state where no garbage
+            collector looks, and instruments know the model: a strong reference would keep both for ever, and gloo's
+            threads with them, on which the interpreter aborts at its exit.
         synchronised: synchronisations since the window began.
     """
 
@@ -44,9 +47,14 @@ class _Exchange:
     measuring: bool = False
     summing: bool = False
     parts: dict[int, Tensor] = field(default_factory=dict)
-    readings: Readings = field(default_factory=Readings)
+    views: weakref.ref[Readings] | None = None
     seen: int = 0
     synchronised: int = 0
+
+    @property
+    def readings(self) -> Readings:
+        """The views of the present window; none without a tap."""
+        return (self.views() if self.views is not None else None) or Readings()
 
     def forget(self) -> None:
         self.parts = {}
@@ -108,7 +116,10 @@ class BucketSource:
         self._summing = False
         for module in layout.parallel:
             _require_free(module)
-        self._exchanges = [_exchange(module, layout, inner, instruments(rulers)) for module in layout.parallel]
+        self._exchanges = [_exchange(module, layout, inner) for module in layout.parallel]
+        self._readings = [Readings(instruments(rulers), layout.device) for _ in self._exchanges]
+        for exchange, readings in zip(self._exchanges, self._readings):
+            exchange.views = weakref.ref(readings)
 
     @property
     def measuring(self) -> bool:
@@ -208,7 +219,6 @@ def _exchange(
     module: DistributedDataParallel,
     layout: Layout,
     inner: tuple[Any, CommunicationHook] | None,
-    rulers: tuple[Instrument, ...],
 ) -> _Exchange:
     """The module's exchange: the one that a former tap left behind, or a newly registered one."""
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -216,7 +226,6 @@ def _exchange(
     left_behind = _left_behind(module)
     exchange = left_behind or _Exchange(module.process_group, layout.world, elements)
     exchange.inner, exchange.elements, exchange.attached = inner, elements, True
-    exchange.readings = Readings(rulers, layout.device)
     exchange.places = {id(parameter): place for place, parameter in enumerate(layout.parameters)}
     if not left_behind:
         module.register_comm_hook(exchange, communicate)

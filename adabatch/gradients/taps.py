@@ -14,8 +14,10 @@ come later.
 
 from __future__ import annotations
 
+import atexit
 import math
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, Self
 
@@ -55,6 +57,16 @@ FEW_WINDOWS = 3
 
 class OneGroupWarning(UserWarning):
     """Every window so far had one group only, so that no noise scale can be measured."""
+
+
+# Hooks on parameters keep a DDP model alive, since its reducer holds on to them where no garbage collector looks, and
+# with it gloo's threads, on which the interpreter aborts at its exit. So taps that nobody detached are, before that.
+_attached: weakref.WeakSet[Tap] = weakref.WeakSet()
+
+
+def _detach_all() -> None:
+    for tap in list(_attached):
+        tap.detach()
 
 
 class Source(Protocol):
@@ -118,6 +130,11 @@ class Tap:
         self._backward = Early(layout, self._take, last) if early else Unchanged(layout, self._take)
         self.measure(True)
         self._open(summing=False)
+        if not _attached:
+            # Anew each time, so that it comes before what was registered earlier: the last one is called first.
+            atexit.unregister(_detach_all)
+            atexit.register(_detach_all)
+        _attached.add(self)
 
     def __enter__(self) -> Self:
         return self
@@ -229,6 +246,7 @@ class Tap:
 
     def detach(self) -> None:
         """Remove all hooks. A communication hook cannot be removed from DDP: it stays as a plain all-reduce."""
+        _attached.discard(self)
         self.source.detach()
         if self.examples is not None:
             self.examples.detach()

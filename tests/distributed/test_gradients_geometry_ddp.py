@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
+import weakref
 from typing import Any
 
 import fsdp_cases
@@ -188,3 +190,22 @@ def test_sharded_models_have_parts_and_no_second_moments() -> None:
         assert whole.keys() == sharded.keys()
         for name, pair in whole.items():
             assert sharded[name] == pytest.approx(pair, rel=1e-6), name
+
+
+def _left_behind() -> bool:
+    """Whether the model is gone once nobody needs it."""
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with _attach(model, optimizer, "ddp", ["adam_sqrt", "layers"]) as tap:
+        model(torch.ones(3, 6)).sum().backward()
+        tap.note(3)
+        tap.read()
+    module = weakref.ref(model.module)
+    del model, optimizer, tap
+    gc.collect()
+    return module() is None
+
+
+def test_a_model_can_be_collected_after_its_tap_was_detached() -> None:
+    """DDP holds its hook's state in C++: what leads from there to the model would keep gloo's threads alive at exit."""
+    assert ranks.run(_left_behind, 2) == [True, True]
