@@ -165,7 +165,7 @@ class NoiseEstimator:
     the memory is a sum of weights. So the windows of a batch that follows the estimate weigh the same, and the memory
     holds the same number of them. Otherwise a G^2 that is low by chance raises the batch, and the windows after it
     weigh more for that and push it out sooner: weights by samples left the averaged G^2 high by 2 % where the batch was
-    kept at a tenth of the estimate at every decision, by 7 % at a thirtieth (now 0.3 % and 2 %).
+    kept at a tenth of the estimate at every decision, by 7 % at a thirtieth (now 0.3 % and 1 to 3 %).
 
     Args:
         relative_error: standard error that the averaged G^2 should have, as a share of it.

@@ -50,7 +50,7 @@ from _common import Table, Target, cached, essence, verdict, write_result
 
 from adabatch import noise
 
-QUICK, FULL = 300, 4000
+QUICK, FULL = 200, 4000
 # The share of the noise scale, as a factor, up to which the loop without gates is held to the targets.
 JUDGED = 10.0
 COLUMNS = ["groups", "B", "G", "measured", "scale/B at first", "read at", "then", "averaged", "lag", "S", "G²", "S/G²"]
@@ -140,7 +140,8 @@ def simulation(count: int, jobs: int) -> tuple[str, list[Target]]:
         f"{count:,} repeats per cell, seed {SEED}, {spent}. Beyond the targets, where the batch is kept at less than "
         f"1/{JUDGED:g} of the estimate without gates, the worst ratio of means is {beyond.ratio:.3f} ± "
         f"{beyond.error:.3f} (at 1/{beyond.case.ratio:g}, where {100 * beyond.mean['unresolved']:.0f} % of the estimates "
-        f"are unresolved)."
+        f"are unresolved). The current noise scale is up to {max(cell.mean['lag'] for cell in cells):.2f} times the "
+        f"averaged one where G drifts."
         f"\n\n{simulation_table(cells)}\n\n{variance_table(steps)}"
     )
     return body, simulation_targets(cells, steps)
