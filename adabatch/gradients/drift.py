@@ -22,7 +22,7 @@ def product(optimizers: Sequence[torch.optim.Optimizer], device: torch.device) -
     buffer, whose weights sum to 1/(1 - mu). ``None`` when no optimizer keeps a momentum (yet), on all ranks alike.
     """
     products = [
-        torch.dot(gradient.reshape(-1), momentum.reshape(-1)) * scale
+        torch.dot(_flat(gradient), _flat(momentum)) * scale
         for optimizer in optimizers
         for gradient, momentum, scale in _pairs(optimizer)
     ]
@@ -40,3 +40,9 @@ def _pairs(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, Tensor, f
                 yield local(parameter.grad), local(state["exp_avg"]), 1 / (1 - group["betas"][0] ** state["step"])
             elif state.get("momentum_buffer") is not None:
                 yield local(parameter.grad), local(state["momentum_buffer"]), 1 - group["momentum"]
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """All real numbers of a tensor in a row, in single precision at least: half-precision sums would lose the product."""
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return real.reshape(-1).to(torch.promote_types(real.dtype, torch.float32))

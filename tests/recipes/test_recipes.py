@@ -329,7 +329,7 @@ def test_a_sharded_run_learns_the_same_and_goes_on_without_shards(runs) -> None:
     launch(LM, f"run_folder={alone}", *same)
     more = ["parallelism=fsdp", "parallelism.replicas=2", "limits.micro_batch=4", "logger.names=[jsonl]"]
     launch(LM, f"run_folder={sharded}", *same, *more, ranks=4)
-    assert losses(sharded)[160] == pytest.approx(losses(alone)[160], abs=2e-3)
+    assert losses(sharded)[160] == pytest.approx(losses(alone)[160], abs=5e-4)
     launch(LM, f"resume={sharded}", "parallelism=ddp", "stop.samples=320", ranks=2)
     launch(LM, f"resume={alone}", "stop.samples=320")
-    assert losses(sharded)[320] == pytest.approx(losses(alone)[320], abs=2e-3)
+    assert losses(sharded)[320] == pytest.approx(losses(alone)[320], abs=5e-4)
