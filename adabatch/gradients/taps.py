@@ -126,6 +126,7 @@ class Tap:
         self._outbox = Outbox(layout.group, layout.device)
         self._weight_per_sample: float | None = None
         self._looked_at_dropout = False
+        self._ordered = _ordered(layout)
         self._lonely_windows: int | None = 0
         self._backward = Early(layout, self._take, last) if early else Unchanged(layout, self._take)
         self.measure(True)
@@ -281,7 +282,8 @@ class Tap:
         if not self.rulers or not self.source.measuring:
             return norm, [norm.square()]
         readings = Readings(self.rulers, self.layout.device)
-        found = zip(_places(self.layout), gradients, norms)
+        places = (place for place, parameter in self._ordered if parameter.grad is not None)
+        found = zip(places, gradients, norms, strict=True)
         if mine := [one for one in found if one[0] in self._share]:
             readings.see(*zip(*mine))
         return norm, [norm.square(), *readings.totals().unbind()]
@@ -442,11 +444,11 @@ def scale_of(scaler: torch.amp.GradScaler, device: torch.device) -> Tensor:
     return scaler.scale(torch.ones((), device=device)).double()
 
 
-def _places(layout: Layout) -> list[int]:
-    """The numbers of the parameters that have a gradient, in the order of ``layout.alike``."""
+def _ordered(layout: Layout) -> tuple[tuple[int, nn.Parameter], ...]:
+    """The parameters with their numbers, in the order of ``norms.gradient_norms``."""
     places = {id(parameter): place for place, parameter in enumerate(layout.parameters)}
     ordered = (parameter for alike in layout.alike for parameter in (*alike.small, *alike.large))
-    return [places[id(parameter)] for parameter in ordered if parameter.grad is not None]
+    return tuple((places[id(parameter)], parameter) for parameter in ordered)
 
 
 def _uncompiled(model: nn.Module) -> nn.Module:
