@@ -19,11 +19,14 @@ from adabatch.plan import BatchLimits as BatchLimits
 from adabatch.plan import BatchPlan as BatchPlan
 from adabatch.plan import Scales as Scales
 from adabatch.policies import Damping as Damping
+from adabatch.policies import Facts as Facts
 from adabatch.policies import Fixed as Fixed
 from adabatch.policies import Observe as Observe
 from adabatch.policies import Replay as Replay
 from adabatch.policies import Stages as Stages
+from adabatch.policies import StepPrice as StepPrice
 from adabatch.policies import TargetEfficiency as TargetEfficiency
+from adabatch.policies import WallClock as WallClock
 from adabatch.progress import Progress as Progress
 from adabatch.scaling import Scaling as Scaling
 from adabatch.schedules import Schedule as Schedule

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 from adabatch import plan as planning
@@ -21,16 +21,18 @@ from adabatch.guards import GuardReport
 from adabatch.ledger import Decision, Ledger
 from adabatch.noise import Estimate, Measurement, NoiseEstimator
 from adabatch.plan import BatchLimits, BatchPlan
-from adabatch.policies import Damping, Policy, Proposal, Replay, Situation, Wanted, supported_scale
+from adabatch.policies import Damping, Facts, Policy, Replay, Situation, Wanted, supported_scale
 from adabatch.progress import Budget, Progress
-from adabatch.reasons import kind_of, sentence
 from adabatch.scaling import Scaling
 from adabatch.schedules import Schedule, ScheduleLike
 from adabatch.slope import SlopeFit
+from adabatch.verdicts import verdict
 
-STATE_VERSION = 2
+STATE_VERSION = 3
 # Of so many measured windows, one is compared with the optimizer's momentum.
 DRIFT_EVERY = 8
+# The loss that policies see is averaged over so many decisions.
+LOSS_DECISIONS = 4
 
 
 class Readable(Protocol):
@@ -41,6 +43,30 @@ class Readable(Protocol):
 
 class TooManySkipped(RuntimeError):
     """Several windows in a row had a gradient that was not finite."""
+
+
+@dataclass(slots=True)
+class Memory:
+    """What lies between two decisions, in plain numbers: counted in samples where nothing else is said.
+
+    Attributes:
+        recorded_scale: noise scale recorded with the last change of the batch.
+        changed_at: where that was.
+        due_at: where the next decision is due.
+        accounted: up to where the policy has accounted for.
+        tokens_when_due: tokens at the last due date.
+        skipped_in_a_row: windows with a non-finite gradient, up to now.
+        loss, loss_weight: exponentially weighted sum of the training loss, and of its weights.
+    """
+
+    recorded_scale: float | None = None
+    changed_at: int = 0
+    due_at: int = 0
+    accounted: int = 0
+    tokens_when_due: int = 0
+    skipped_in_a_row: int = 0
+    loss: float = 0.0
+    loss_weight: float = 0.0
 
 
 @dataclass(slots=True)
@@ -89,12 +115,7 @@ class Controller:
     _measured: dict[str, Any] | None = field(default=None, init=False)
     _reading: Reading = field(default_factory=Reading, init=False)
     _policy_state: Mapping[str, Any] = field(default_factory=dict, init=False)
-    _recorded_scale: float | None = field(default=None, init=False)
-    _changed_at: int = field(default=0, init=False)
-    _due_at: int = field(default=0, init=False)
-    _accounted: int = field(default=0, init=False)
-    _tokens_when_due: int = field(default=0, init=False)
-    _skipped_in_a_row: int = field(default=0, init=False)
+    _memory: Memory = field(default_factory=Memory, init=False)
     _unread: list[tuple[BatchPlan, Readable]] = field(default_factory=list, init=False)
     _plan: BatchPlan | None = field(default=None, init=False)
 
@@ -102,7 +123,7 @@ class Controller:
         for name in ("decide_every", "measure_every", "max_skipped"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.policy.closed_loop and self.noise is None:
+        if "noise" in self.policy.needs and self.noise is None:
             raise ValueError(f"policy {self.policy.name} follows the noise scale, and noise=None measures none")
         if self.schedule.unit == "tokens" and self.tokens_per_sample is None:
             raise ValueError("a learning-rate schedule in tokens needs tokens_per_sample; give its lengths in samples")
@@ -113,7 +134,7 @@ class Controller:
             self._measured = self._evidence.init()
         self._policy_state = self.policy.init()
         self.batch = self._first_batch()
-        self._due_at = planning.samples_in(self.decide_every, self.batch)
+        self._memory.due_at = planning.samples_in(self.decide_every, self.batch)
         self._require_measurable()
 
     # -- the two verbs
@@ -203,7 +224,7 @@ class Controller:
         Then the window's numbers are better exchanged at once: ``window.finish(..., exchange=controller.due)``. An
         open-loop policy that changes the batch on another step reads the device then, too.
         """
-        return self.progress.samples + self.plan().global_batch >= self._due_at
+        return self.progress.samples + self.plan().global_batch >= self._memory.due_at
 
     def read(self) -> None:
         """Take in all measurements handed over so far; waits for the device."""
@@ -225,12 +246,7 @@ class Controller:
             "batch": self.batch,
             "measured": self._measured,
             "policy": {"name": self.policy.name, "state": dict(self._policy_state)},
-            "recorded_scale": self._recorded_scale,
-            "changed_at": self._changed_at,
-            "due_at": self._due_at,
-            "accounted": self._accounted,
-            "tokens_when_due": self._tokens_when_due,
-            "skipped_in_a_row": self._skipped_in_a_row,
+            "memory": asdict(self._memory),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], ledger: Ledger) -> None:
@@ -256,13 +272,11 @@ class Controller:
         self._evaluate()
         same_policy = state["policy"]["name"] == self.policy.name
         self._policy_state = state["policy"]["state"] if same_policy else self.policy.init()
-        self._accounted = state["accounted"] if same_policy else progress.samples
-        self._recorded_scale = state["recorded_scale"]
-        self._changed_at = state["changed_at"]
-        self._tokens_when_due = state["tokens_when_due"]
-        self._skipped_in_a_row = state["skipped_in_a_row"]
+        self._memory = Memory(**state["memory"])
+        if not same_policy:
+            self._memory.accounted = progress.samples
         self._unread, self._plan = [], None
-        self.batch, self._due_at = state["batch"], state["due_at"]
+        self.batch = state["batch"]
         self._settle()
 
     def splice(self, changes: Iterable[Mapping[str, Any]]) -> None:
@@ -290,7 +304,7 @@ class Controller:
 
     def _require_measurable(self) -> None:
         fewest = self.limits.fewest_measurable
-        if self.policy.closed_loop and self.batch < fewest:
+        if "noise" in self.policy.needs and self.batch < fewest:
             raise ValueError(
                 f"a global batch of {self.batch} is one group of samples, and the noise scale needs two to compare; "
                 f"set limits.start_batch and limits.max_batch to {fewest} or more"
@@ -307,15 +321,18 @@ class Controller:
         """The progress that plans and decisions go by: the same whenever somebody happened to read the device."""
         if self.tokens_per_sample is not None:
             return self.progress
-        return replace(self.progress, tokens=self._tokens_when_due)
+        return replace(self.progress, tokens=self._memory.tokens_when_due)
 
     def _left(self) -> float:
         return self.budget.left(self._known(), self.tokens_per_sample)
 
+    def _facts(self) -> Facts:
+        memory = self._memory
+        loss = memory.loss / memory.loss_weight if memory.loss_weight else None
+        return Facts(self._known(), self.batch, self.estimate, loss)
+
     def _want(self) -> Wanted | None:
-        return self.policy.value(
-            self._policy_state, progress=self._known(), batch=self.batch, estimate=self.estimate
-        )
+        return self.policy.value(self._policy_state, self._facts())
 
     def _evaluate(self) -> None:
         if self._evidence is not None:
@@ -327,16 +344,23 @@ class Controller:
         if not measurement.finite:
             self._skip(plan.step)
             return
-        self._skipped_in_a_row = 0
+        self._memory.skipped_in_a_row = 0
+        self._average(measurement.loss, plan.global_batch)
         if self._evidence is not None:
             self._measured = self._evidence.update(self._measured, measurement, plan)
 
+    def _average(self, loss: float, samples: int) -> None:
+        memory = self._memory
+        kept = math.exp(-samples / planning.samples_in(LOSS_DECISIONS * self.decide_every, samples))
+        memory.loss = kept * memory.loss + loss * samples
+        memory.loss_weight = kept * memory.loss_weight + samples
+
     def _skip(self, step: int) -> None:
         self.ledger.record_skip(step)
-        self._skipped_in_a_row += 1
-        if self._skipped_in_a_row >= self.max_skipped:
+        self._memory.skipped_in_a_row += 1
+        if self._memory.skipped_in_a_row >= self.max_skipped:
             raise TooManySkipped(
-                f"the gradient was not finite in {self._skipped_in_a_row} windows in a row, the last at step {step}; "
+                f"the gradient was not finite in {self._memory.skipped_in_a_row} windows in a row, the last at step {step}; "
                 f"lower the learning rate, look for bad samples before sample {self.progress.samples}, or raise "
                 f"max_skipped={self.max_skipped}"
             )
@@ -344,19 +368,19 @@ class Controller:
     def _decide(self) -> Decision | None:
         if not self.policy.closed_loop:
             decision = self._follow_open_loop()
-            if decision is None and self.progress.samples < self._due_at:
+            if decision is None and self.progress.samples < self._memory.due_at:
                 return None
             self.read()
             self._mark_due()
             return decision
-        if self.progress.samples < self._due_at:
+        if self.progress.samples < self._memory.due_at:
             return None
         self.read()
         return self._follow_closed_loop()
 
     def _mark_due(self) -> None:
-        self._tokens_when_due = self.progress.tokens
-        self._due_at = self.progress.samples + planning.samples_in(self.decide_every, self.batch)
+        self._memory.tokens_when_due = self.progress.tokens
+        self._memory.due_at = self.progress.samples + planning.samples_in(self.decide_every, self.batch)
 
     def _follow_open_loop(self) -> Decision | None:
         wanted = None if self.policy.closed_loop else self._want()
@@ -370,20 +394,18 @@ class Controller:
 
     def _follow_closed_loop(self) -> Decision:
         self._account()
-        wanted = self._want()
-        proposal = self._propose(wanted)
-        batch = self._round(proposal) if proposal.held is None else self.batch
-        verdict = self.agree(
+        found = verdict(self._want(), self._situation(), self.damping, self.limits)
+        agreed = self.agree(
             {
-                "batch": batch,
-                "wanted": _finite_or_none(wanted.batch) if wanted else None,
-                "kind": kind_of(batch, self.batch, proposal),
-                "reason": sentence(batch, self.batch, wanted, proposal) + self._caution(),
+                "batch": found.batch,
+                "wanted": found.wanted,
+                "kind": found.kind,
+                "reason": found.reason + self._caution(),
                 "estimate": self._estimate_dict(),
                 "guards": self.guards.to_dict() if self.guards else None,
             }
         )
-        decision = self._record(**verdict)
+        decision = self._record(**agreed)
         self._mark_due()
         return decision
 
@@ -394,27 +416,16 @@ class Controller:
 
     def _account(self) -> None:
         """Tell the policy what the samples since the last decision were worth."""
-        samples, self._accounted = self.progress.samples - self._accounted, self.progress.samples
-        self._policy_state = self.policy.update(
-            self._policy_state, batch=self.batch, samples=samples, estimate=self.estimate
-        )
+        samples, self._memory.accounted = self.progress.samples - self._memory.accounted, self.progress.samples
+        self._policy_state = self.policy.update(self._policy_state, self._facts(), samples)
 
-    def _propose(self, wanted: Wanted | None) -> Proposal:
-        if wanted is None or self.estimate is None:
-            return Proposal(self.batch, held=("unmeasured", "nothing is measured yet"))
-        situation = Situation(
+    def _situation(self) -> Situation:
+        return Situation(
             batch=self.batch,
-            samples_since_change=self.progress.samples - self._changed_at,
-            memory=self.estimate.memory,
+            samples_since_change=self.progress.samples - self._memory.changed_at,
+            memory=self.estimate.memory if self.estimate else 0,
             warming_up=self._schedule_position(self.batch) < self.schedule.warmup,
         )
-        return self.damping.propose(wanted, situation)
-
-    def _round(self, proposal: Proposal) -> int:
-        """The nearest batch that the ranks can make and measure, without overshooting where that can be helped."""
-        batch = self.limits.realise(max(proposal.batch, self.limits.fewest_measurable))
-        below = self.limits.floor(min(proposal.most, batch))
-        return below if self.batch < below else batch
 
     def _record(
         self,
@@ -439,8 +450,8 @@ class Controller:
         )
         self.ledger.record_decision(decision)
         if decision.changed:
-            self.batch, self._changed_at = batch, self.progress.samples
-            self._recorded_scale = _scale_of(estimate)
+            self.batch, self._memory.changed_at = batch, self.progress.samples
+            self._memory.recorded_scale = _scale_of(estimate)
         return decision
 
     def _recorded_estimate(self) -> Mapping[str, Any] | None:
@@ -457,12 +468,8 @@ class Controller:
         """The noise scale recorded with the last change of the batch, here or in the ledger that is replayed."""
         if isinstance(self.policy, Replay):
             return _scale_of(self.policy.recorded_estimate(self.progress.samples))
-        return self._recorded_scale
+        return self._memory.recorded_scale
 
 
 def _scale_of(estimate: Mapping[str, Any] | None) -> float | None:
     return supported_scale(Estimate.from_dict(estimate)) if estimate else None
-
-
-def _finite_or_none(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None

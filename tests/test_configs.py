@@ -26,6 +26,7 @@ OPTIONS = [(path.parts[0], path.stem) for path in FILES if len(path.parts) == 2]
 # What an option leaves to the user.
 NEEDS = {
     ("policy", "fixed"): {"policy.global_batch": "64"},
+    ("policy", "step_price"): {"policy.price": "500"},
     ("policy", "stages"): {"policy.stages": "0:16 1k:32"},
     ("policy", "replay"): {"policy.ledger": "runs/one"},
     ("data", "text"): {"data.path": "some.txt"},
@@ -107,7 +108,7 @@ def is_section(field: dataclasses.Field) -> bool:
 
 @pytest.mark.parametrize("one", SCHEMAS.values(), ids=SCHEMAS)
 def test_every_number_and_choice_has_bounds(one: type) -> None:
-    free = {"stages", "ledger", "path", "pattern", "runs", "run_folder", "resume"}  # text that its user reads
+    free = {"stages", "ledger", "forecast", "path", "pattern", "runs", "run_folder", "resume"}  # text that its user reads
     settings = [field for field in dataclasses.fields(one) if not is_section(field) and field.type != "bool"]
     abstract = {"name"} if one is schema.OptimizerConfig else set()
     assert {field.name for field in settings} - set(rules(one)) - free - abstract == set()
@@ -167,7 +168,7 @@ def test_a_name_that_is_nowhere_or_elsewhere(override: str, words: str) -> None:
 
 def test_an_unknown_option_lists_those_of_the_group() -> None:
     assert refusal("lm", "policy=fixd") == (
-        "there is no policy=fixd. Did you mean fixed? Valid options: fixed, observe, replay, stages, target_efficiency"
+        "there is no policy=fixd. Did you mean fixed? Valid options: fixed, observe, replay, stages, step_price, target_efficiency, wall_clock"
     )
     assert refusal("lm", "experiment=nope").endswith("Valid options: quickstart")
     for value in ("null", "5", "{name: fixed}", "[fixed,observe]"):

@@ -22,8 +22,8 @@ RECIPES = ROOT / "recipes"
 ROWS = (
     ("progress",),
     ("plan", "ledger"),
-    ("noise", "policies", "scaling", "schedules", "throughput"),
-    ("guards", "reasons", "slope", "alignment"),
+    ("noise", "policies", "scaling", "schedules"),
+    ("guards", "verdicts", "slope", "alignment", "throughput"),
     ("evidence",),
     ("controller",),
     ("distributed",),

@@ -23,8 +23,21 @@ from adabatch.ledger import Ledger
 from adabatch.loop import LossFunction, Metrics, Settings, to_device
 from adabatch.noise import NoiseEstimator
 from adabatch.plan import BatchLimits, split
-from adabatch.policies import POLICIES, Damping, Fixed, Observe, Policy, Replay, Stages, TargetEfficiency
-from adabatch.progress import parse_count
+from adabatch.policies import (
+    POLICIES,
+    Curve,
+    Damping,
+    Facts,
+    Fixed,
+    Observe,
+    Policy,
+    Replay,
+    Stages,
+    StepPrice,
+    TargetEfficiency,
+    WallClock,
+)
+from adabatch.progress import Progress, parse_count
 from adabatch.scaling import DEFAULT_RULES, Scaling
 from adabatch.schedules import Schedule
 
@@ -56,8 +69,8 @@ class Assembly:
     def __init__(self, config: DictConfig, task: Task, world: distributed.World) -> None:
         self.config, self.task, self.world = config, task, world
         self.limits = build_limits(config, world.size, task.model)
-        self.policy = build_policy(config)
         self.budget = build_budget(config)
+        self.policy = build_policy(config, self.budget)
         self.schedule = build_schedule(config, self.budget)
         self.settings = build_settings(config)
         self.calibration = config.policy.get("calibration", 1.0)
@@ -113,12 +126,9 @@ class Assembly:
         )
 
     def _first_batch(self) -> int:
-        if isinstance(self.policy, Fixed):
-            return self.policy.global_batch
-        if isinstance(self.policy, Stages):
-            return self.policy.stages[0][1]
-        if isinstance(self.policy, Replay):
-            return self.policy.ledger.segments[0].global_batch
+        wanted = self.policy.value(self.policy.init(), Facts(Progress(), batch=0))
+        if wanted is not None:
+            return int(wanted.batch)
         return self.limits.require(self.config.limits.start_batch, "limits.start_batch")
 
 
@@ -158,11 +168,13 @@ def require_mean(config: DictConfig, task: Task, world: distributed.World) -> No
         raise ConfigError(str(error)) from error
 
 
-def build_policy(config: DictConfig) -> Policy:
+def build_policy(config: DictConfig, budget: Budget) -> Policy:
     """The policy by its registered name."""
     policy = config.policy
     builders: dict[str, Callable[[], Policy]] = {
-        "target_efficiency": lambda: TargetEfficiency(policy.target_efficiency, policy.calibration, policy.repay),
+        "target_efficiency": lambda: _target_efficiency(policy, budget),
+        "wall_clock": lambda: WallClock(policy.calibration),
+        "step_price": lambda: StepPrice(policy.price, policy.calibration),
         "fixed": lambda: Fixed(policy.global_batch),
         "observe": lambda: Observe(),
         "stages": lambda: Stages.parse(policy.stages, policy.unit),
@@ -173,6 +185,19 @@ def build_policy(config: DictConfig) -> Policy:
         return builders[policy.name]()
     except (OSError, ValueError) as error:
         raise ConfigError(f"policy={policy.name}: {error}") from error
+
+
+def _target_efficiency(policy: DictConfig, budget: Budget) -> TargetEfficiency:
+    curve = Curve.from_ledger(Ledger.load(policy.forecast), policy.calibration) if policy.forecast else None
+    return TargetEfficiency(
+        policy.target_efficiency,
+        policy.calibration,
+        policy.repay,
+        allocation=policy.allocation,
+        cap=policy.cap,
+        horizon=budget.samples,
+        curve=curve,
+    )
 
 
 def build_budget(config: DictConfig) -> Budget:

@@ -14,6 +14,7 @@ from omegaconf import MISSING
 
 from adabatch.config.bounds import counted, counted_or_share, matching, one_of, some_of, tag, within
 from adabatch.plan import ROUNDINGS
+from adabatch.policies.efficiency import ALLOCATIONS
 from adabatch.runlog import LOGGERS
 from adabatch.scaling import RULES
 from adabatch.schedules import SHAPES
@@ -32,6 +33,26 @@ class TargetEfficiencyConfig:
     target_efficiency: float = within("(0, 1)", 0.5)  # share of the samples that a tiny batch needs; 0.5: B_crit
     calibration: float = within("(0, inf)", 1.0)  # critical batch over measured noise scale; 1 is uncalibrated
     repay: float = within("[1, inf)", 2.0)  # largest factor by which past efficiency moves the wanted batch
+    allocation: str = one_of(*ALLOCATIONS)  # hold the efficiency at every step, or spend it where it saves most steps
+    cap: float = within("(0, inf)", 2.0)  # sqrt: largest batch over the critical one
+    forecast: Optional[str] = None  # sqrt: ledger or run folder whose noise scale to expect; null: by its own growth
+
+
+@dataclass
+class WallClockConfig:
+    """``policy=wall_clock``: the fastest batch on these ranks, by the run's own step times."""
+
+    name: str = tag("wall_clock")  # marks the policy
+    calibration: float = within("(0, inf)", 1.0)  # critical batch over measured noise scale; 1 is uncalibrated
+
+
+@dataclass
+class StepPriceConfig:
+    """``policy=step_price``: the best batch where a step is worth so many samples."""
+
+    name: str = tag("step_price")  # marks the policy
+    price: float = within("(0, inf)", MISSING)  # samples that one step less may cost
+    calibration: float = within("(0, inf)", 1.0)  # critical batch over measured noise scale; 1 is uncalibrated
 
 
 @dataclass
@@ -213,6 +234,19 @@ class CheckpointConfig:
 
 
 @dataclass
+class CurvatureConfig:
+    """The Hessian-weighted noise scale of a checkpoint, for ``job=curvature``; a run itself is not touched by it."""
+
+    step: Optional[int] = within("[0, inf)", None)  # of the checkpoint; null: the latest
+    samples: str = counted(1, "2k")  # samples to take from where the checkpoint stands, each at most once
+    per_group: int = within("[1, inf)", 4)  # micro-batches of each of a set's two gradients
+    per_hessian: int = within("[1, inf)", 1)  # micro-batches of a set's Hessian; each costs about 8 backward passes
+    confidence: float = within("(0, 1)", 0.95)  # of the interval
+    custom_functions: bool = False  # trust that the model's own autograd functions have second derivatives
+    json: bool = False  # print JSON data
+
+
+@dataclass
 class RunConfig:
     """A whole run; recipes add their ``model`` and ``data``."""
 
@@ -230,6 +264,7 @@ class RunConfig:
     stop: StopConfig = field(default_factory=StopConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    curvature: CurvatureConfig = field(default_factory=CurvatureConfig)
     seed: int = within("[0, 1e18]", 0)  # of the parameters, and of dropout
     order_seed: int = within("[0, 1e18]", 0)  # of the sample order
     precision: str = one_of("fp32", "bf16", "fp16")  # of forward and backward; parameters stay in fp32
@@ -243,12 +278,14 @@ class RunConfig:
     runs: str = "runs"  # where run folders are made
     run_folder: Optional[str] = None  # this folder instead of a new one under ``runs``
     resume: Optional[str] = None  # a run folder to go on from
-    job: str = one_of("train", "validate")  # validate: build everything and stop before the first step
+    job: str = one_of("train", "validate", "curvature")  # validate: build all, take no step; curvature: diagnose
 
 
 GROUPS: dict[str, dict[str, type]] = {
     "policy": {
         "target_efficiency": TargetEfficiencyConfig,
+        "wall_clock": WallClockConfig,
+        "step_price": StepPriceConfig,
         "fixed": FixedConfig,
         "observe": ObserveConfig,
         "stages": StagesConfig,

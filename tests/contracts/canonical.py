@@ -13,7 +13,17 @@ from adabatch.controller import Controller
 from adabatch.ledger import Ledger
 from adabatch.noise import Estimate, Measurement, NoiseEstimator
 from adabatch.plan import BatchLimits
-from adabatch.policies import Damping, Fixed, Observe, Policy, Replay, Stages, TargetEfficiency
+from adabatch.policies import (
+    Damping,
+    Fixed,
+    Observe,
+    Policy,
+    Replay,
+    Stages,
+    StepPrice,
+    TargetEfficiency,
+    WallClock,
+)
 from adabatch.progress import Budget
 from adabatch.scaling import Scaling
 from adabatch.schedules import Schedule
@@ -36,6 +46,8 @@ def recorded() -> Ledger:
 
 POLICIES: dict[str, Callable[[], Policy]] = {
     "target_efficiency": lambda: TargetEfficiency(0.6, calibration=1.5),
+    "wall_clock": lambda: WallClock(calibration=1.5),
+    "step_price": lambda: StepPrice(60.0, calibration=1.5),
     "fixed": lambda: Fixed(48),
     "observe": lambda: Observe(),
     "stages": lambda: Stages.parse("0:16, 1k:64, 1500:32, 3k:96"),
@@ -48,6 +60,7 @@ RULES: dict[str, Scaling] = {
     "sqrt": Scaling("sqrt", 16),
     "adascale": Scaling("adascale", 16),
     "gain_power": Scaling("gain_power", 16, exponent=0.5),
+    "surge": Scaling("surge", 16),
 }
 
 

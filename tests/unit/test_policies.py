@@ -13,6 +13,7 @@ from adabatch.ledger import Decision, Ledger
 from adabatch.noise import Estimate
 from adabatch.policies import (
     Damping,
+    Facts,
     Fixed,
     Observe,
     Proposal,
@@ -33,7 +34,7 @@ UNRESOLVED = replace(RESOLVED, signal=-0.1, scale=math.inf, low=30.0, high=math.
 
 
 def wants(policy: TargetEfficiency, estimate: Estimate, state: dict[str, float] | None = None) -> Wanted:
-    wanted = policy.value(state or policy.init(), progress=Progress(), batch=16, estimate=estimate)
+    wanted = policy.value(state or policy.init(), Facts(Progress(), 16, estimate))
     assert wanted is not None
     return wanted
 
@@ -64,26 +65,26 @@ def test_an_unresolved_scale_counts_as_its_lower_bound() -> None:
 
 def test_without_an_estimate_nothing_is_wanted_and_nothing_is_accounted() -> None:
     policy = TargetEfficiency(0.5)
-    assert policy.value(policy.init(), progress=Progress(), batch=16, estimate=None) is None
-    assert policy.update(policy.init(), batch=16, samples=256, estimate=None) == policy.init()
+    assert policy.value(policy.init(), Facts(Progress(), 16, None)) is None
+    assert policy.update(policy.init(), Facts(Progress(), 16, None), 256) == policy.init()
 
 
 def test_samples_spent_too_efficiently_are_paid_back() -> None:
     # Batch 82 at noise scale 100 has efficiency 100/182. To average 1/2 over as many samples again, 82/182 is asked
     # for, which is the batch 100 * 100/82.
     policy = TargetEfficiency(0.5)
-    state = policy.update(policy.init(), batch=82, samples=1000, estimate=RESOLVED)
+    state = policy.update(policy.init(), Facts(Progress(), 82, RESOLVED), 1000)
     assert wants(policy, RESOLVED, state).batch == pytest.approx(10_000 / 82)
-    state = policy.update(state, batch=82, samples=500, estimate=RESOLVED)
+    state = policy.update(state, Facts(Progress(), 82, RESOLVED), 500)
     assert wants(policy, RESOLVED, state).batch == pytest.approx(10_000 / 82), "the account is a mean"
-    state = policy.update(policy.init(), batch=100, samples=1000, estimate=RESOLVED)
+    state = policy.update(policy.init(), Facts(Progress(), 100, RESOLVED), 1000)
     assert wants(policy, RESOLVED, state).batch == pytest.approx(100.0)
 
 
 @pytest.mark.parametrize(("batch", "wanted"), [(1, 200.0), (10_000, 50.0)])
 def test_a_debt_moves_the_batch_by_a_bounded_factor(batch: int, wanted: float) -> None:
     policy = TargetEfficiency(0.5)
-    state = policy.update(policy.init(), batch=batch, samples=1000, estimate=RESOLVED)
+    state = policy.update(policy.init(), Facts(Progress(), batch, RESOLVED), 1000)
     assert wants(policy, RESOLVED, state).batch == pytest.approx(wanted)
     steady = TargetEfficiency(0.5, repay=1.0)
     assert wants(steady, RESOLVED, state).batch == pytest.approx(100.0)
@@ -91,21 +92,21 @@ def test_a_debt_moves_the_batch_by_a_bounded_factor(batch: int, wanted: float) -
 
 def test_a_surplus_that_cannot_be_spent_within_the_same_samples_moves_it_as_far_as_allowed() -> None:
     policy = TargetEfficiency(0.2)  # the batch 1 has 0.99: to average 0.2, less than nothing is asked for
-    state = policy.update(policy.init(), batch=1, samples=1000, estimate=RESOLVED)
+    state = policy.update(policy.init(), Facts(Progress(), 1, RESOLVED), 1000)
     assert wants(policy, RESOLVED, state).batch == pytest.approx(2 * 400.0)
 
 
 def test_no_debt_moves_an_unresolved_batch_beyond_what_its_lower_bound_supports() -> None:
     policy = TargetEfficiency(0.5)
-    state = policy.update(policy.init(), batch=1, samples=1000, estimate=UNRESOLVED)
+    state = policy.update(policy.init(), Facts(Progress(), 1, UNRESOLVED), 1000)
     assert wants(policy, UNRESOLVED, state).low == 30.0
-    state = policy.update(policy.init(), batch=10_000, samples=1000, estimate=UNRESOLVED)
+    state = policy.update(policy.init(), Facts(Progress(), 10_000, UNRESOLVED), 1000)
     assert wants(policy, UNRESOLVED, state).low == 15.0
 
 
 def test_another_target_does_not_reckon_up_the_past() -> None:
     before, after = TargetEfficiency(0.5), TargetEfficiency(0.8)
-    state = before.update(before.init(), batch=100, samples=100_000, estimate=RESOLVED)
+    state = before.update(before.init(), Facts(Progress(), 100, RESOLVED), 100_000)
     assert wants(after, RESOLVED, state).batch == pytest.approx(25.0)
 
 
@@ -141,7 +142,7 @@ def test_stages_are_read_and_begin_at_their_thresholds() -> None:
     assert policy.batches == (16, 32, 64)
 
     def batch_at(samples: int) -> float:
-        return policy.value({}, progress=Progress(1, samples), batch=1, estimate=None).batch
+        return policy.value({}, Facts(Progress(1, samples), 1, None)).batch
 
     assert [batch_at(samples) for samples in (0, 999, 1000, 3999, 4000, 10**12)] == [16, 16, 32, 32, 64, 64]
 
@@ -149,8 +150,8 @@ def test_stages_are_read_and_begin_at_their_thresholds() -> None:
 def test_stages_in_tokens_go_by_tokens() -> None:
     policy = Stages.parse("0:768, 250B:1536", unit="tokens")
     early, late = Progress(1, 10**9, 250 * 10**9 - 1), Progress(1, 10**9, 250 * 10**9)
-    assert policy.value({}, progress=early, batch=1, estimate=None).batch == 768
-    assert policy.value({}, progress=late, batch=1, estimate=None).batch == 1536
+    assert policy.value({}, Facts(early, 1, None)).batch == 768
+    assert policy.value({}, Facts(late, 1, None)).batch == 1536
 
 
 @pytest.mark.parametrize(
@@ -172,9 +173,9 @@ def test_stages_that_are_no_schedule_are_refused(text: str, unit: str, message: 
 
 
 def test_fixed_and_observe() -> None:
-    assert Fixed(48).value({}, progress=Progress(), batch=16, estimate=UNRESOLVED).batch == 48
+    assert Fixed(48).value({}, Facts(Progress(), 16, UNRESOLVED)).batch == 48
     assert Fixed(48).batches == (48,)
-    assert Observe().value({}, progress=Progress(), batch=16, estimate=RESOLVED) is None
+    assert Observe().value({}, Facts(Progress(), 16, RESOLVED)) is None
 
 
 def test_replay_follows_the_ledger_and_its_recorded_estimates() -> None:
@@ -184,7 +185,7 @@ def test_replay_follows_the_ledger_and_its_recorded_estimates() -> None:
     estimate = RESOLVED.to_dict()
     ledger.record_decision(Decision(2, 20, 10, 13, 13.0, "grown", "target_efficiency", "grow", estimate))
     policy = Replay(ledger)
-    batches = [policy.value({}, progress=Progress(0, s), batch=1, estimate=None).batch for s in (0, 19, 20, 33, 999)]
+    batches = [policy.value({}, Facts(Progress(0, s), 1, None)).batch for s in (0, 19, 20, 33, 999)]
     assert batches == [10, 10, 13, 13, 13]
     assert (policy.recorded_estimate(19), policy.recorded_estimate(20)) == (None, estimate)
     with pytest.raises(ValueError, match="no step to replay"):
