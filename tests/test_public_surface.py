@@ -101,19 +101,7 @@ COMMANDS = {
 }
 
 CHECKPOINT = {
-    "controller": [
-        "accounted",
-        "batch",
-        "changed_at",
-        "due_at",
-        "measured",
-        "policy",
-        "progress",
-        "recorded_scale",
-        "skipped_in_a_row",
-        "tokens_when_due",
-        "version",
-    ],
+    "controller": ["batch", "measured", "memory", "policy", "progress", "version"],
     "data": ["content", "size", "type"],
     "ledger": ["decisions", "format", "segments", "skipped", "splices", "version"],
     "loop": ["last_record", "losses", "scaler", "seconds"],
@@ -122,6 +110,16 @@ CHECKPOINT = {
 
 CONTROLLER = {
     "measured": ["guards", "lr_multiplier", "slope", "views"],
+    "memory": [
+        "accounted",
+        "changed_at",
+        "due_at",
+        "loss",
+        "loss_weight",
+        "recorded_scale",
+        "skipped_in_a_row",
+        "tokens_when_due",
+    ],
     "policy": ["name", "state"],
     "progress": ["samples", "steps", "tokens"],
 }

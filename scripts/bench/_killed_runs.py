@@ -20,10 +20,11 @@ from _common import ROOT
 
 PROGRAM = ROOT / "scripts" / "bench" / "_resume_task.py"
 SAMPLES, ORDER_SEED = 2411, 5
+# The look at one micro-batch before training (noise.require_mean) would be noted as samples consumed.
 SETTINGS = f"""
     model=gpt_tiny model.dropout=0.1 order_seed={ORDER_SEED} data=text data.pattern=*.py data.sequence_length=32
     stop.samples={SAMPLES} limits.start_batch=24 limits.micro_batch=4 limits.max_batch=96 lr_schedule.warmup=0
-    policy.target_efficiency=0.2 damping=off damping.growth=1.5 noise.decide_every=4
+    policy.target_efficiency=0.2 damping=off damping.growth=1.5 noise.decide_every=4 noise.require_mean=false
     logger=quiet logger.every=4 evaluation.every=300 evaluation.samples=24 checkpoint.every=250
 """.split()
 REFUSALS = ("there is nothing to go on from", "is no run folder")
