@@ -21,6 +21,11 @@ chance comes from is known: sums of the windows' errors over a fixed number of w
 before, have mean 0. The part of the mean that regresses on them (control variates) is taken off; what is left is what
 choosing windows and weights does.
 
+Preconditioned. The same for the lengths in Adam's geometry, ``adam`` and ``adam_sqrt``, in which every window has a P
+of its own, made from the windows before: ``_accuracy_preconditioned.py``. The truth is the ratio of the weighted sums
+of the true S and G^2 in each window's P. The windows' numbers are compared with those of a real tap and torch's Adam on
+real tensors: ``_accuracy_tensors.py``.
+
 Taps. Each tap on real models against separate backward passes over the same groups: ``_taps.py``.
 """
 
@@ -34,16 +39,19 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import _accuracy_preconditioned as preconditioned
 import _accuracy_runs as runs
+import _accuracy_tensors as tensors
 import _accuracy_windows as windows
 import numpy as np
+from _accuracy_preconditioned import VIEWS, streams
 from _accuracy_runs import FIELDS, PIECE, RATIOS, SEED, TO_SHARE, Case, cases
 from _accuracy_windows import KINDS
 from _common import Table, Target, cached, essence, verdict, write_result
@@ -53,14 +61,23 @@ from adabatch import noise
 QUICK, FULL = 200, 4000
 # The share of the noise scale, as a factor, up to which the loop without gates is held to the targets.
 JUDGED = 10.0
-COLUMNS = ["groups", "B", "G", "measured", "scale/B at first", "read at", "then", "averaged", "lag", "S", "G²", "S/G²"]
-COLUMNS += ["±", "covered %", "below %", "above %", "unresolved %", "width/oracle", "error²/variance"]
+# Standard error up to which a mean without controls is held to its target: a fourth of the tolerance.
+SHARP = 0.005
+FIGURES = ["scale/B at first", "read at", "then", "averaged", "lag", "S", "G²", "S/G²", "±"]
+FIGURES += ["covered %", "below %", "above %", "unresolved %", "width/oracle", "error²/variance"]
 
 
 def piece(first: int) -> dict[str, Any]:
     """One cached piece of the simulation."""
     sources = [essence(Path(module.__file__).read_text()) for module in (noise, runs, windows)]
     return cached("accuracy", [first, *sources], partial(runs.repeats, first))
+
+
+def preconditioned_piece(first: int) -> dict[str, Any]:
+    """One cached piece of the preconditioned simulation."""
+    sources = [essence(Path(module.__file__).read_text()) for module in (noise, runs, windows, preconditioned)]
+    key = [first, *sources, *VIEWS, preconditioned.WARM_STEPS]
+    return cached("accuracy", key, partial(preconditioned.repeats, first))
 
 
 @dataclass(frozen=True)
@@ -73,6 +90,8 @@ class Cell:
     mean: dict[str, float]
     signal: float  # mean G^2 over the true one, without what the controls explain
     signal_error: float  # standard error of that
+    plain: float  # the same with everything
+    plain_error: float
     width: float  # median of the width of the interval of 1/scale over the oracle's
 
     @property
@@ -117,6 +136,8 @@ def summarise(case: Case, index: int, parts: Sequence[dict[str, Any]]) -> Cell:
         mean=mean,
         signal=1.0 + (means[0] - slopes @ means[1:]) / mean["true_signal"],
         signal_error=math.sqrt(left / count) / mean["true_signal"],
+        plain=1.0 + means[0] / mean["true_signal"],
+        plain_error=math.sqrt(spread[0, 0] / count) / mean["true_signal"],
         width=float(np.median(np.concatenate([part["widths"] for part in parts]))),
     )
 
@@ -148,18 +169,26 @@ def simulation(count: int, jobs: int) -> tuple[str, list[Target]]:
 
 
 def simulation_table(cells: Sequence[Cell]) -> Table:
-    table = Table(COLUMNS)
+    table = Table(["groups", "B", "G", "measured", *FIGURES])
     for cell in cells:
-        case, mean = cell.case, cell.mean
-        percent = [f"{100 * x:.1f}" for x in (cell.coverage, mean["below"], mean["above"], mean["unresolved"])]
-        ratios = [f"{value:.4f}" for value in (cell.noise, cell.signal, cell.ratio, cell.error)]
-        table.add(
-            *(case.kind, case.batch, "drifts" if case.drifting else "stays"),
-            *("every step" if case.every == 1 else f"every {case.every}th", f"{case.ratio:g}", cell.steps),
-            *(f"{1.0 / mean['now']:.3g}", f"{mean['averaged']:.1f}", f"{mean['lag']:.2f}", *ratios),
-            *(*percent, f"{cell.width:.2f}", f"{mean['variance']:.2f}"),
-        )
+        case = cell.case
+        table.add(*described(case), "every step" if case.every == 1 else f"every {case.every}th", *figures(cell))
     return table
+
+
+def described(case: Case) -> tuple[str, str, str]:
+    """Groups, batch and drift in words."""
+    return case.kind, case.batch, "drifts" if case.drifting else "stays"
+
+
+def figures(cell: Cell) -> list[object]:
+    """The row's part under ``FIGURES``."""
+    mean = cell.mean
+    percent = [f"{100 * x:.1f}" for x in (cell.coverage, mean["below"], mean["above"], mean["unresolved"])]
+    ratios = [f"{value:.4f}" for value in (cell.noise, cell.signal, cell.ratio, cell.error)]
+    sizes = [f"{1.0 / mean['now']:.3g}", f"{mean['averaged']:.1f}", f"{mean['lag']:.2f}"]
+    spreads = [f"{cell.width:.2f}", f"{mean['variance']:.2f}"]
+    return [f"{cell.case.ratio:g}", cell.steps, *sizes, *ratios, *percent, *spreads]
 
 
 def variance_table(steps: np.ndarray) -> str:
@@ -173,18 +202,12 @@ def variance_table(steps: np.ndarray) -> str:
 
 def simulation_targets(cells: Sequence[Cell], steps: np.ndarray) -> list[Target]:
     """Targets over all judged cells. Fewer repeats than the full mode's widen them by three standard errors."""
-    count, judged = cells[0].count, [cell for cell in cells if cell.judged]
-    errors = 0.0 if count >= FULL else 3.0
+    judged = [cell for cell in cells if cell.judged]
     shared = [cell for cell in judged if cell.case.batch == TO_SHARE]
-    width = max(cell.width for cell in judged)
-    pooled = float(np.mean([cell.mean["variance"] for cell in judged]))
     targets = [
-        ratio_target("ratio of means, B fixed or -> scale", [c for c in judged if c not in shared], errors),
-        ratio_target(f"ratio of means, B -> share down to 1/{JUDGED:g}", shared, errors),
-        coverage_target("stationary", [c for c in judged if not c.case.drifting], 0.93, 0.97, errors),
-        coverage_target("drifting", [c for c in judged if c.case.drifting], 0.93, 0.99, errors),
-        Target("median width/oracle, worst cell", f"{width:.2f}", "<= 1.20", width <= 1.2),
-        Target("error² of the averaged G² over its variance", f"{pooled:.3f}", "<= 1.05", pooled <= 1.05),
+        ratio_target("ratio of means, B fixed or -> scale", [cell for cell in judged if cell not in shared]),
+        ratio_target(f"ratio of means, B -> share down to 1/{JUDGED:g}", shared),
+        *common_targets(judged),
     ]
     for k, name in enumerate(("the exact variance", "section 9's")):
         worst = float(steps[:, :, k].max())
@@ -192,21 +215,92 @@ def simulation_targets(cells: Sequence[Cell], steps: np.ndarray) -> list[Target]
     return targets
 
 
-def ratio_target(name: str, cells: Sequence[Cell], errors: float) -> Target:
-    """The worst ratio of means against 0.98 to 1.02, widened by ``errors`` standard errors."""
+def common_targets(cells: Sequence[Cell], what: str = "") -> list[Target]:
+    """Targets of intervals and variances over cells, whose names begin with ``what``."""
+    width = max(cell.width for cell in cells)
+    pooled = float(np.mean([cell.mean["variance"] for cell in cells]))
+    return [
+        coverage_target(f"{what}coverage, stationary", [c for c in cells if not c.case.drifting], 0.93, 0.97),
+        coverage_target(f"{what}coverage, drifting", [c for c in cells if c.case.drifting], 0.93, 0.99),
+        Target(f"{what}median width/oracle, worst cell", f"{width:.2f}", "<= 1.20", width <= 1.2),
+        Target(f"{what}error² of the averaged G² over its variance", f"{pooled:.3f}", "<= 1.05", pooled <= 1.05),
+    ]
+
+
+def widening(cells: Sequence[Cell]) -> float:
+    """Standard errors by which fewer repeats than the full mode's widen a target."""
+    return 0.0 if cells[0].count >= FULL else 3.0
+
+
+def ratio_target(name: str, cells: Sequence[Cell]) -> Target:
+    """The worst ratio of means against 0.98 to 1.02."""
+    errors = widening(cells)
     worst = max(cells, key=lambda cell: abs(cell.ratio - 1.0) - errors * cell.error)
     holds = abs(worst.ratio - 1.0) <= 0.02 + errors * worst.error
     return Target(f"{name}, worst cell", f"{worst.ratio:.4f} ± {worst.error:.4f}", "0.98 to 1.02", holds)
 
 
-def coverage_target(name: str, cells: Sequence[Cell], low: float, high: float, errors: float) -> Target:
-    """The range of the coverage against a goal, widened by ``errors`` binomial standard errors."""
+def coverage_target(name: str, cells: Sequence[Cell], low: float, high: float) -> Target:
+    """The range of the coverage against a goal."""
     covered = [cell.coverage for cell in cells]
-    slack = errors * math.sqrt(0.95 * 0.05 / cells[0].count)
+    slack = widening(cells) * math.sqrt(0.95 * 0.05 / cells[0].count)
     low, high = low - slack, min(high + slack, 1.0)
     figure = f"{100 * min(covered):.1f} to {100 * max(covered):.1f} %"
     goal = f"{100 * low:.1f} to {100 * high:.1f} %"
-    return Target(f"coverage, {name}", figure, goal, low <= min(covered) and max(covered) <= high)
+    return Target(name, figure, goal, low <= min(covered) and max(covered) <= high)
+
+
+def preconditioned_simulation(count: int, jobs: int) -> tuple[str, list[Target]]:
+    """The preconditioned table, as Markdown, with the agreement with real tensors, and each view's targets."""
+    began = time.monotonic()
+    difference, windows_compared = tensors.agreement()
+    with ProcessPoolExecutor(jobs) as pool:
+        pieces = list(pool.map(preconditioned_piece, range(0, count, PIECE)))
+    cells = {
+        view: [
+            summarise(case, k, [part["readings"][i][k][v] for part in pieces])
+            for i, case in enumerate(streams())
+            for k in range(3)
+        ]
+        for v, view in enumerate(VIEWS)
+    }
+    cost = sum(part["seconds"] for part in pieces)
+    body = (
+        f"{count:,} repeats per cell, seed {SEED}, {cost:.0f} s of processor time, cached pieces included; "
+        f"{time.monotonic() - began:.0f} s just now. In {windows_compared} windows the simulated numbers differ from "
+        f"those of the hooks tap and torch's Adam on real tensors by {difference:.1e} of their size at most. G² is "
+        f"without what the controls explain, and plain G² with it.\n\n"
+        f"{preconditioned_table(cells)}"
+    )
+    agreed = Target("simulated P against real tensors", f"{difference:.1e}", "<= 1e-6", difference <= 1e-6)
+    return body, [*preconditioned_targets(cells), agreed]
+
+
+def preconditioned_table(cells: Mapping[str, Sequence[Cell]]) -> Table:
+    table = Table(["view", "groups", "B", "G", "beta2", *FIGURES, "plain G²", "plain ±"])
+    for view, rows in cells.items():
+        for cell in rows:
+            plain = f"{cell.plain:.4f}", f"{cell.plain_error:.4f}"
+            table.add(view, *described(cell.case), f"{cell.case.beta2:g}", *figures(cell), *plain)
+    return table
+
+
+def preconditioned_targets(cells: Mapping[str, Sequence[Cell]]) -> list[Target]:
+    """The targets of the Euclidean grid, for each view."""
+    targets = []
+    for view, rows in cells.items():
+        targets += [ratio_target(f"{view}: ratio of means", rows), plain_target(f"{view}: plain G²", rows)]
+        targets += common_targets(rows, f"{view}: ")
+    return targets
+
+
+def plain_target(name: str, cells: Sequence[Cell]) -> Target:
+    """The worst mean of G^2 over the true one against 0.98 to 1.02, where its standard error is small against that."""
+    errors, sharp = widening(cells), [cell for cell in cells if cell.plain_error <= SHARP]
+    worst = max(sharp, key=lambda cell: abs(cell.plain - 1.0) - errors * cell.plain_error)
+    holds = abs(worst.plain - 1.0) <= 0.02 + errors * worst.plain_error
+    figure = f"{worst.plain:.4f} ± {worst.plain_error:.4f}"
+    return Target(f"{name}, worst of {len(sharp)} of {len(cells)} cells", figure, "0.98 to 1.02", holds)
 
 
 def taps() -> tuple[str, list[Target]]:
@@ -233,14 +327,19 @@ def taps() -> tuple[str, list[Target]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--quick", action="store_true", help=f"{QUICK} repeats instead of {FULL:,}: about a minute on 2 cores"
+        "--quick", action="store_true", help=f"{QUICK} repeats instead of {FULL:,}: a minute and a quarter on 2 cores"
     )
     parser.add_argument("--jobs", type=int, help="processes (1; with --quick as many as there are cores, at most 2)")
     parser.add_argument("--write", action="store_true", help="write docs/results/accuracy.md with --quick, too")
     options = parser.parse_args()
     jobs = options.jobs or (min(2, os.cpu_count() or 1) if options.quick else 1)
     # Each section is a function that returns Markdown and its targets.
-    sections = {"Simulated repeats": partial(simulation, QUICK if options.quick else FULL, jobs), "Taps": taps}
+    count = QUICK if options.quick else FULL
+    sections = {
+        "Simulated repeats": partial(simulation, count, jobs),
+        "Preconditioned, simulated repeats": partial(preconditioned_simulation, count, jobs),
+        "Taps": taps,
+    }
     bodies, targets = [], []
     for heading, section in sections.items():
         body, found = section()
