@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from adabatch.alignment import Alignment, AlignmentEstimator
 from adabatch.guards import GuardReport, Guards
 from adabatch.noise import NORM_LAYERS, Estimate, Measurement, NoiseEstimator
 from adabatch.plan import BatchPlan
 from adabatch.slope import Slope, SlopeFit
 
 State = dict[str, Any]
+Estimator = NoiseEstimator | AlignmentEstimator
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +23,7 @@ class Reading:
 
     Attributes:
         estimate: the noise scale that decisions go by; ``None`` as long as there is none that can be decided by.
-        views: the noise scale by other lengths of the gradient, for the record.
+        views: the noise scale by other lengths of the gradient, and by alignments, for the record.
         guards: what the guards see; ``None`` before anything was measured.
         slope: how the whole model's noise scale follows from the normalisation layers'; ``None`` where they are not
             measured.
@@ -37,20 +39,31 @@ class Evidence:
     """Takes measured windows in: pure ``init``, ``update`` and ``value`` over a state of plain JSON data.
 
     Args:
-        estimators: one for each view; decisions go by the first. When that is the normalisation layers', they go by
-            what the slope makes of it, and there is no estimate while the slope is unknown.
+        estimators: one for each view, of lengths or of alignments; decisions go by the first. When that is the
+            normalisation layers', they go by what the slope makes of it, and there is no estimate while the slope is
+            unknown.
 
     Raises:
         ValueError: when two estimators have the same view.
     """
 
-    def __init__(self, estimators: Sequence[NoiseEstimator]) -> None:
+    def __init__(self, estimators: Sequence[Estimator]) -> None:
         names = [estimator.geometry for estimator in estimators]
         if len(set(names)) < len(names):
             raise ValueError(f"every view of the noise scale needs a name of its own, got {', '.join(names)}")
         self.estimators = tuple(estimators)
         self.guards = Guards()
         self.slope = Slope() if NORM_LAYERS in names else None
+
+    @property
+    def aligned(self) -> bool:
+        """Whether alignments are asked for."""
+        return any(isinstance(estimator, AlignmentEstimator) for estimator in self.estimators)
+
+    @property
+    def decides_by_alignment(self) -> bool:
+        """Whether decisions go by them."""
+        return isinstance(self.estimators[0], AlignmentEstimator)
 
     def init(self) -> State:
         """The state before anything was measured."""
@@ -72,7 +85,7 @@ class Evidence:
         views = dict(state["views"])
         for estimator in self.estimators:
             name = estimator.geometry
-            views[name] = estimator.update(views[name], measurement.seen_in(name), plan.last_sample)
+            views[name] = _updated(estimator, views[name], measurement, plan.last_sample)
         memory = self.estimators[0].memory(views[self.estimators[0].geometry])
         slope = state["slope"]
         if self.slope is not None and measurement.examples is not None:
@@ -104,6 +117,13 @@ class Evidence:
             ),
             slope=slope,
         )
+
+
+def _updated(estimator: Estimator, state: State, measurement: Measurement, last_sample: int) -> State:
+    if isinstance(estimator, NoiseEstimator):
+        return estimator.update(state, measurement.seen_in(estimator.geometry), last_sample)
+    nothing = Alignment(measurement.samples)
+    return estimator.update(state, measurement.alignments.get(estimator.geometry, nothing), last_sample)
 
 
 def _is_sound(estimate: Estimate) -> bool:

@@ -11,7 +11,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from adabatch.alignment import Alignment
 
 # Blocks of one sliding memory: fewer make Student's quantile wide, and more buy nothing.
 MOST_BLOCKS = 32
@@ -59,6 +62,7 @@ class Measurement:
         drift: product of g_bar with the optimizer's average past gradient; None where it was not taken.
         clipped: whether g_bar was clipped afterwards; None where nothing clips.
         examples: the same window measured in groups of one example, in the view ``norm_layers``; None where it was not.
+        alignments: how well updates of parts of the window fit the rest, by view (``sign``, ``muon``).
     """
 
     samples: int
@@ -73,6 +77,7 @@ class Measurement:
     drift: float | None = None
     clipped: bool | None = None
     examples: Measurement | None = None
+    alignments: Mapping[str, Alignment] = field(default_factory=dict)
 
     @property
     def signal(self) -> float:

@@ -18,6 +18,9 @@ FEWEST_BLOCKS = 8
 REACH = 32.0
 # The curve is not trusted to this share of the scale, however small its errors.
 FIT_ERROR = 0.1
+# The memory is at most this share of a run. That is five times what noise.py allows: where the scale is several batches,
+# a curve takes hundreds of windows.
+LARGEST_SHARE = 0.25
 # Numbers above this would leave the range of floats when squared.
 LARGEST = 1e120
 
@@ -68,6 +71,7 @@ class AlignmentEstimator:
     Args:
         confidence: coverage of the interval.
         memory: samples of training to look back over at most; ``None``: half of the run so far.
+        horizon: samples of the whole run; the memory is capped at a quarter of it. None: no cap.
         dataset_size: samples D of a data set that is read by epochs, without replacement; the alignment with the mean
             gradient of the whole set is then ((D - m) a(m) + m <u(g_m), g_m>) / D. ``None``: every sample is new.
         geometry: name of the view; only passed on to the estimates.
@@ -81,16 +85,18 @@ class AlignmentEstimator:
         *,
         confidence: float = 0.95,
         memory: int | None = None,
+        horizon: int | None = None,
         dataset_size: int | None = None,
         geometry: str = "sign",
     ) -> None:
         if not 0.0 < confidence < 1.0:
             raise ValueError(f"alignment.confidence must lie between 0 and 1, got {confidence!r}")
-        for name, count in (("memory", memory), ("dataset_size", dataset_size)):
+        for name, count in (("memory", memory), ("horizon", horizon), ("dataset_size", dataset_size)):
             if count is not None and not count >= 1:
                 raise ValueError(f"alignment.{name} must be at least 1 sample, or None, got {count!r}")
         self.confidence = confidence
-        self.memory = math.inf if memory is None else memory
+        share = math.inf if horizon is None else LARGEST_SHARE * horizon
+        self.longest = min(share, math.inf if memory is None else memory)
         self.inverse_size = 0.0 if dataset_size is None else 1.0 / dataset_size
         self.geometry = geometry
 
@@ -104,19 +110,14 @@ class AlignmentEstimator:
         Args:
             last_sample: samples of training up to the end of this window. What went by since the measured window
                 before it counts as looked back over, too. None: this window came right after that one.
-
-        Raises:
-            ValueError: when the window began before the last measured one ended.
         """
         if not measurement.measurable:
             return state
         samples, end = measurement.samples, state["last"]
         last_sample = (end or 0) + samples if last_sample is None else last_sample
-        span = samples if end is None else last_sample - end
-        if span < samples:
-            raise ValueError(f"a window of {samples} samples up to sample {last_sample} overlaps one up to {end}")
+        span = samples if end is None else max(last_sample - end, samples)
         seen = state["span"] + span
-        aim = min(self.memory, 0.5 * seen)
+        aim = self._aim(seen)
         block = {"samples": samples, "steps": 1, "span": span, "kinds": dict([self._row(measurement)])}
         held = sum(block["span"] for block in state["blocks"])
         blocks = _slid(_added(state["blocks"], block, min(held, aim) / MOST_BLOCKS), aim)
@@ -136,6 +137,7 @@ class AlignmentEstimator:
         inverse, steepness = averaged.fitted()
         low, high = self._interval(averaged, inverse) if len(blocks) >= 2 else (0.0, math.inf)
         scale = 1.0 / inverse if inverse > 0.0 else math.inf
+        aim = self.memory(state)
         furthest = REACH * averaged.largest
         resolved = len(blocks) >= FEWEST_BLOCKS and high < math.inf and scale <= furthest
         return Estimate(
@@ -147,10 +149,17 @@ class AlignmentEstimator:
             resolved=resolved,
             samples=samples,
             steps=steps,
-            memory=round(min(self.memory, max(0.5 * state["span"], span))),
+            memory=round(aim if len(blocks) > FEWEST_BLOCKS else max(aim, span)),
             geometry=self.geometry,
             span=span,
         )
+
+    def memory(self, state: State) -> float:
+        """Samples of training, measured or not, that the state aims to look back over; 0 before the first window."""
+        return self._aim(state["span"])
+
+    def _aim(self, seen: int) -> float:
+        return min(self.longest, 0.5 * seen)
 
     def curve(self, state: State) -> list[Point]:
         """The averaged a(m), by growing m."""

@@ -66,9 +66,9 @@ class AlignmentTap:
 
     Args:
         model: the module that the loop calls: plain, or in DistributedDataParallel; compiled or not.
-        optimizer: whose parameters are looked at. Where it is torch.optim.Muon these are the hidden matrices; what else
-            the model has belongs to its companion, and to the companion's geometry. Groups count in proportion to their
-            learning rates.
+        optimizer: whose parameters are looked at; or several, whose steps are of one kind. Where it is torch.optim.Muon
+            these are the hidden matrices; what else the model has belongs to its companion, and to the companion's
+            geometry. Groups count in proportion to their learning rates.
         update: ``sign``, ``muon``, or a function from a gradient and its parameter group to the step's direction, whose
             length must not depend on the gradient's; by default what the optimizer does (``updates.chosen``).
         tap: the ordinary tap on the same model, if there is one: under its windows gradients may be summed over the
@@ -82,7 +82,7 @@ class AlignmentTap:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         *,
         update: str | Update | None = None,
         tap: Tap | None = None,
@@ -93,9 +93,10 @@ class AlignmentTap:
                 "alignments are not measured under FSDP2 (fully_shard), where no rank has a whole gradient of its "
                 "own; use DistributedDataParallel, or the Euclidean noise scale"
             )
-        layouts.require_covered(self.layout, [optimizer])
-        self.geometry, self._update = chosen(optimizer, update)
-        found = trained(self.layout, optimizer, self.geometry)
+        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        layouts.require_covered(self.layout, optimizers)
+        self.geometry, self._update = chosen(optimizers, update)
+        found = trained(self.layout, optimizers, self.geometry)
         self._names = [name for name, _, _ in found]
         self._parameters = [parameter for _, parameter, _ in found]
         self._groups = [group for _, _, group in found]

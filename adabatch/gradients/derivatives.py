@@ -128,7 +128,7 @@ def _refuse_custom_functions(value: Tensor) -> None:
         raise ValueError(
             f"the model or its loss uses {', '.join(sorted(found))}, and PyTorch cannot tell whether the backward of a "
             f"custom function has a derivative: without one its curvature is silently left out. Replace it for this "
-            f"measurement, or pass custom_functions=True if it has one"
+            f"measurement, or pass custom_functions=True (curvature.custom_functions=true) if it has one"
         )
 
 

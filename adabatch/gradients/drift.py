@@ -19,7 +19,7 @@ def product(optimizers: Sequence[torch.optim.Optimizer], device: torch.device) -
     """Sum of gradient times average past gradient over all parameters that have both, a scalar in double precision.
 
     The average past gradient is Adam's first moment over 1 - beta1^t, and (1 - mu) times SGD's or Muon's momentum
-    buffer, whose weights sum to 1/(1 - mu). ``None`` when no optimizer keeps a momentum (yet), on all ranks alike.
+    buffer, whose weights sum to 1/(1 - mu); with ``maximize`` they average the negative. ``None`` when no optimizer keeps a momentum (yet), on all ranks alike.
     """
     products = [
         torch.dot(_flat(gradient), _flat(momentum)) * scale
@@ -32,14 +32,15 @@ def product(optimizers: Sequence[torch.optim.Optimizer], device: torch.device) -
 def _pairs(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, Tensor, float | Tensor]]:
     """Gradient, momentum, and what makes the momentum an average."""
     for group in optimizer.param_groups:
+        sign = -1 if group.get("maximize") else 1
         for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})
             if parameter.grad is None:
                 continue
             if "exp_avg" in state and "step" in state:
-                yield local(parameter.grad), local(state["exp_avg"]), 1 / (1 - group["betas"][0] ** state["step"])
+                yield local(parameter.grad), local(state["exp_avg"]), sign / (1 - group["betas"][0] ** state["step"])
             elif state.get("momentum_buffer") is not None:
-                yield local(parameter.grad), local(state["momentum_buffer"]), 1 - group["momentum"]
+                yield local(parameter.grad), local(state["momentum_buffer"]), sign * (1 - group["momentum"])
 
 
 def _flat(tensor: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 from adabatch.gradients.layout import Layout
 from adabatch.gradients.preconditioned import FAMILIES, VIEWS, Preconditioned, family
 from adabatch.gradients.rulers import Instrument
+from adabatch.gradients.updates import is_muon
 
 NAMES = ("auto", "euclidean", *VIEWS, "layers", "groups")
 
@@ -64,9 +65,10 @@ def rulers_for(
 def suggested(optimizers: Optimizers, layout: Layout) -> str:
     """``adam_sqrt`` where the optimizers have a second moment that we know, otherwise ``euclidean``.
 
-    Muon's matrices have no say beside it: no quadratic length suits their step. Under FSDP2 it is ``euclidean``.
+    Muon's matrices have no say beside it: no quadratic length suits their step (``aligned.suggested``). Under FSDP2 it
+    is ``euclidean``.
     """
-    judged = [optimizer for optimizer in _each(optimizers) if not _is_muon(optimizer)]
+    judged = [optimizer for optimizer in _each(optimizers) if not is_muon(optimizer)]
     return ADAPTIVE if judged and not layout.sharded and all(map(family, judged)) else "euclidean"
 
 
@@ -158,11 +160,6 @@ def _each(optimizers: Optimizers) -> list[torch.optim.Optimizer]:
     return [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
 
 
-def _is_muon(optimizer: torch.optim.Optimizer) -> bool:
-    muon = getattr(torch.optim, "Muon", None)
-    return muon is not None and isinstance(optimizer, muon)
-
-
 def _layer(name: str, depth: int, wrappers: Sequence[str]) -> str:
     *path, own = [part for part in name.split(".") if part not in wrappers]
     if not path:
@@ -181,7 +178,7 @@ def _require_second_moments(views: Sequence[str], optimizers: Sequence[torch.opt
             f"{asked} under FSDP2 would need every rank's second moments on every rank: optimizer states are sharded, "
             f"while a group's gradient is whole. Use 'euclidean', 'layers' or 'groups', or DistributedDataParallel"
         )
-    others = [type(one).__name__ for one in optimizers if not family(one) and not _is_muon(one)]
+    others = [type(one).__name__ for one in optimizers if not family(one) and not is_muon(one)]
     if others or not any(map(family, optimizers)):
         raise ValueError(
             f"{asked} needs an optimizer with a second moment ({known}; beside them Muon, whose parameters are left "

@@ -106,7 +106,7 @@ class Tap:
         layout: Layout,
         source: Source,
         synchroniser: Synchroniser,
-        optimizer: torch.optim.Optimizer | None,
+        optimizers: Sequence[torch.optim.Optimizer],
         rulers: Sequence[Ruler | Instrument] = (),
         *,
         examples: ExampleSource | None = None,
@@ -121,7 +121,7 @@ class Tap:
         self.rulers = instruments(rulers)
         self.views = names(self.rulers)
         self._share = share(layout)
-        self._optimizer = optimizer
+        self._optimizers = optimizers
         self._tally = Tally(layout.device)
         self._outbox = Outbox(layout.group, layout.device)
         self._weight_per_sample: float | None = None
@@ -214,13 +214,14 @@ class Tap:
         """
         if not self._tally.weights:
             raise ValueError("read() came before any note(): call note() after each micro-batch's backward")
-        if self._optimizer is not None:
-            layouts.require_covered(self.layout, [self._optimizer])
+        if self._optimizers:
+            layouts.require_covered(self.layout, self._optimizers)
         else:
             layouts.require_current(self.layout, self.model)
         with torch.no_grad():
+            groups = self.source.collect()  # first, since it knows why there may be no gradient to measure
             norm, mean_squares, along = self._backward.lengths(drift)
-            letter = self._post(stop=False, pause=0, mean_squares=mean_squares, along=along)
+            letter = self._post(groups, stop=False, pause=0, mean_squares=mean_squares, along=along)
             if exchange or self.layout.sharded:
                 self._outbox.send()
             if self.layout.sharded:
@@ -290,8 +291,7 @@ class Tap:
 
     def _take(self, drift: bool) -> Lengths:
         """What is measured of the mean gradient, as ``.grad`` is now."""
-        optimizers = [self._optimizer] if drift and self._optimizer is not None else []
-        return Lengths(*self._lengths(), product(optimizers, self.layout.device))
+        return Lengths(*self._lengths(), product(self._optimizers if drift else (), self.layout.device))
 
     def _warn_of_one_group(self) -> None:
         """Once, when a few windows have had one group each from the start."""
@@ -309,14 +309,16 @@ class Tap:
                 stacklevel=3,
             )
 
-    def _post(self, *, stop: bool, pause: int, mean_squares: Sequence[Tensor], along: Tensor | None) -> Letter:
-        """Put the window's numbers into the outbox."""
+    def _post(
+        self, groups: Tensor | None, *, stop: bool, pause: int, mean_squares: Sequence[Tensor], along: Tensor | None
+    ) -> Letter:
+        """Put the window's numbers into the outbox; ``groups`` is what the source has collected."""
         if not self._looked_at_dropout:
             require_own_dropout(self.model, self.layout)
             self._looked_at_dropout = True
         row = summarise(
             self._tally,
-            self.source.collect(),
+            groups,
             views=1 + len(self.views),
             by_rank=self.source.by_rank,
             stop=stop,
@@ -368,7 +370,7 @@ class Tap:
 
 def attach(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     kind: str = "auto",
     *,
     comm_hook: tuple[Any, CommunicationHook] | None = None,
@@ -383,7 +385,8 @@ def attach(
     Args:
         model: the module that the loop calls, wrapped as it is: plain in one process, in DistributedDataParallel, or
             sharded by ``fully_shard``; compiled or not.
-        optimizer: whose parameters are checked, at each ``read``, to be the tapped ones; without it the model's are.
+        optimizer: one or several, whose parameters are checked, at each ``read``, to be the tapped ones; without it
+            the model's are.
         kind: ``hooks`` (groups are the micro-batches of every rank), ``ddp`` (groups are the ranks), ``fsdp`` (either,
             by what is synchronised), or ``auto``: ``fsdp`` for sharded models, ``ddp`` for DDP on two ranks or more.
         comm_hook: (state, hook) of the communication hook that DDP would be given otherwise; it must return the mean
@@ -414,14 +417,14 @@ def attach(
     if early:
         require_early(layout)
     synchroniser = Synchroniser(layout, sync)
-    if optimizer is not None:
-        layouts.require_covered(layout, [optimizer])
+    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer or ())
+    layouts.require_covered(layout, optimizers)
     single = None
     if examples is not False:
         single = ExampleSource(layout, model, **({} if examples is True else examples))
         rulers = (*rulers, single.ruler)
     source = _source(kind, layout, comm_hook, rulers)
-    return Tap(model, layout, source, synchroniser, optimizer, rulers, examples=single, early=early, last=last)
+    return Tap(model, layout, source, synchroniser, optimizers, rulers, examples=single, early=early, last=last)
 
 
 def _source(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,21 +37,26 @@ def orthogonalised(gradient: Tensor, group: Mapping[str, Any]) -> Tensor:
 UPDATES: dict[str, Update] = {"sign": sign, "muon": orthogonalised}
 
 
-def chosen(optimizer: torch.optim.Optimizer, update: str | Update | None) -> tuple[str, Update]:
-    """Name and function of what was asked for, or of what the optimizer does.
+def is_muon(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is torch.optim.Muon, where torch has it."""
+    muon = getattr(torch.optim, "Muon", None)
+    return muon is not None and isinstance(optimizer, muon)
+
+
+def chosen(optimizers: Sequence[torch.optim.Optimizer], update: str | Update | None) -> tuple[str, Update]:
+    """Name and function of what was asked for, or of what all of the optimizers do.
 
     Raises:
-        ValueError: when that is not known.
+        ValueError: when that is not known, or they differ in it.
     """
     if callable(update):
         return getattr(update, "__name__", "custom"), update
-    kind = type(optimizer).__name__
     if update is None:
-        muon = getattr(torch.optim, "Muon", None)
-        update = "muon" if muon is not None and isinstance(optimizer, muon) else None
-        update = "sign" if kind in SIGN_METHODS else update
+        own = {"muon" if is_muon(one) else "sign" if type(one).__name__ in SIGN_METHODS else None for one in optimizers}
+        update = own.pop() if len(own) == 1 else None
     if update not in UPDATES:
-        what = f"{kind} has none that is known" if update is None else f"{update!r} is not known"
+        kinds = " with ".join(type(one).__name__ for one in optimizers)
+        what = f"{kinds} has none that is known" if update is None else f"{update!r} is not known"
         raise ValueError(
             f"alignments need the map from a gradient to the optimizer's step, and {what}: hand over update="
             f"{' or '.join(map(repr, UPDATES))}, or a function of a gradient and its parameter group. Without it: "
@@ -61,15 +66,16 @@ def chosen(optimizer: torch.optim.Optimizer, update: str | Update | None) -> tup
 
 
 def trained(
-    layout: Layout, optimizer: torch.optim.Optimizer, geometry: str
+    layout: Layout, optimizers: Sequence[torch.optim.Optimizer], geometry: str
 ) -> list[tuple[str, nn.Parameter, dict[str, Any]]]:
-    """Name, parameter and parameter group of all that the optimizer trains, in its order.
+    """Name, parameter and parameter group of all that the optimizers train, in their order.
 
     Raises:
         ValueError: for a parameter that the update does not take, and when there is none.
     """
     names = {id(parameter): name for name, parameter in zip(layout.names, layout.parameters)}
-    pairs = [(one, group) for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    pairs = [(one, group) for group in groups for one in group["params"] if one.requires_grad]
     found = [(names[id(parameter)], parameter, group) for parameter, group in pairs]
     for name, parameter, _ in found:
         if parameter.is_complex():
@@ -80,5 +86,6 @@ def trained(
                 f"another optimizer, whose noise scale has a geometry of its own"
             )
     if not found:
-        raise ValueError(f"{type(optimizer).__name__} trains no parameter that needs a gradient")
+        kinds = " with ".join(type(one).__name__ for one in optimizers)
+        raise ValueError(f"{kinds} trains no parameter that needs a gradient")
     return found

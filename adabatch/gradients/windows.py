@@ -171,9 +171,10 @@ class Window:
         self._require_finishable(optimizers, scaler)
         tap, layout = self._tap, self._tap.layout
         rank_pause = pause if layout.rank == 0 else 0
+        groups = tap.source.collect()  # first, since it knows why there may be no gradient to measure
         norm, mean_squares = tap._lengths()
         along = product(optimizers, layout.device) if self.plan.drift else None
-        letter = tap._post(stop=self._stop or stop, pause=rank_pause, mean_squares=mean_squares, along=along)
+        letter = tap._post(groups, stop=self._stop or stop, pause=rank_pause, mean_squares=mean_squares, along=along)
         assumed = self._by_samples and not self._by_weight
         if exchange or layout.sharded or not assumed:
             tap._outbox.send()

@@ -283,6 +283,15 @@ def _unused_in_a_view() -> None:
     source.close_micro_batch(2.0)
 
 
+def _no_backward() -> None:
+    """Another model's backward: nothing has a gradient, and the source knows more about that than the norm does."""
+    model, other = sharding.sharded(cases.network(), 2), cases.network()
+    tap = gradients.attach(model)
+    cases.mean_loss(other, cases.pieces([2], tokens=False)[0]).backward()
+    tap.note(2)
+    tap.read()
+
+
 LOOPS: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "silent": (lambda: _window(_silent), ["reduced no gradient in this window of 3", "set_requires_gradient_sync"]),
     "at times": (lambda: _window(_at_times), ["in the micro-batches [1, 3] of 3", "the last one only"]),
@@ -292,6 +301,7 @@ LOOPS: dict[str, tuple[Callable[[], Any], list[str]]] = {
     ),
     "replaced": (lambda: _window(_replaced), ["FSDP2 module 'wide' was replaced after attach()", "before attach()"]),
     "factors": (lambda: _window(_different_factors), ["divide their gradients by different factors", "'wide': 2.0"]),
+    "no backward": (_no_backward, ["reduced no gradient", "set_requires_gradient_sync"]),
     "second tap": (_second_tap, ["another tap is attached to the FSDP2 module 'FSDPTied'", "detach()"]),
     "parts": (_parts_of_a_unit, ["module 'wide' 3 times in one micro-batch", "fully_shard([...]) once per forward"]),
     "around": (

@@ -241,17 +241,36 @@ class TestTheMemory:
         assert estimator.update(state, one) is state
         assert estimator.value(state) is None
 
-    def test_windows_that_overlap_are_refused(self):
+    def test_windows_that_overlap_count_with_their_own_samples(self):
+        """As in noise.py: a trainer that repeats samples after a restart is still measured."""
         estimator = AlignmentEstimator()
         state = estimator.update(estimator.init(), window(math.sqrt), 64)
-        with pytest.raises(ValueError, match="a window of 64 samples up to sample 100 overlaps one up to 64"):
-            estimator.update(state, window(math.sqrt), 100)
+        found = estimator.value(estimator.update(state, window(math.sqrt), 100))
+        assert (found.samples, found.span, found.steps) == (128, 128, 2)
+
+    def test_a_quarter_of_the_run_is_the_most(self):
+        estimator = AlignmentEstimator(horizon=64 * 400)
+        states = [feed(estimator, stream(1, steps, 64.0)) for steps in (100, 400)]
+        assert [estimator.memory(state) for state in states] == [64 * 50, 64 * 100]
+        assert estimator.memory(estimator.init()) == 0
+        assert 100 <= estimator.value(states[1]).steps <= 108
+
+    def test_a_short_memory_says_how_far_it_really_looks_back(self):
+        """Fewer than eight windows make no interval, whatever the cap."""
+        estimator = AlignmentEstimator(horizon=1000)
+        state = estimator.init()
+        for i, one in enumerate(stream(1, 40, 64.0), start=1):
+            state = estimator.update(state, one, last_sample=512 * i)
+        found = estimator.value(state)
+        assert (found.steps, found.span, found.memory) == (8, 8 * 512, 8 * 512)
+        assert estimator.memory(state) == 250
 
     @pytest.mark.parametrize(
         ("settings", "words"),
         [
             ({"confidence": 1.0}, "confidence must lie between 0 and 1, got 1.0"),
             ({"memory": 0}, "memory must be at least 1 sample, or None, got 0"),
+            ({"horizon": 0}, "horizon must be at least 1 sample, or None, got 0"),
             ({"dataset_size": -5}, "dataset_size must be at least 1 sample, or None, got -5"),
         ],
     )
