@@ -10,7 +10,7 @@ import atexit
 import gc
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -130,6 +130,20 @@ def all_reduce_sum(tensor: torch.Tensor, group: dist.ProcessGroup | None = None)
         with _explained("all_reduce_sum"):
             dist.all_reduce(tensor, group=group)
     return tensor
+
+
+def largest(values: Sequence[float], group: dist.ProcessGroup | None = None) -> list[float]:
+    """The largest over the ranks of each of ``values``, as many on all ranks; the same values in a single process.
+
+    Raises:
+        RuntimeError: when another rank did not come within the timeout.
+    """
+    if size(group) == 1 or not values:
+        return list(values)
+    tensor = torch.tensor(values, dtype=torch.float64, device=control_device(group))
+    with _explained("largest"):
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
+        return tensor.tolist()
 
 
 def start_gather(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> tuple[torch.Tensor, Wait]:

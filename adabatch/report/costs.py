@@ -21,8 +21,8 @@ class StepCosts:
         world: ranks of the run at its end.
         micro_batch: samples of one full micro-batch.
         timed: step times of this many ranks, by global batch.
-        model: fixed and per-micro-batch seconds, for micro-batches of ``model_micro_batch`` samples; ``None`` when they
-            cannot be told apart, and ``why_not`` says why.
+        model: seconds of a step, where full micro-batches have ``model_micro_batch`` samples; ``None`` when the fixed
+            cost cannot be told from that of a micro-batch, and ``why_not`` says why.
     """
 
     world: int
@@ -42,7 +42,12 @@ class StepCosts:
         full = samples_in(self.world, self.model_micro_batch)
         if self.model is None or global_batch < full:
             return None
-        return self.model.seconds(math.ceil(global_batch / full))
+        return self.of_micro_batches(math.ceil(global_batch / full))
+
+    def of_micro_batches(self, count: int) -> float:
+        """Seconds of a step of ``count`` full micro-batches a rank, by the model."""
+        assert self.model is not None
+        return self.model.seconds(count, samples_in(count, self.model_micro_batch))
 
     def of_one_micro_batch(self) -> float | None:
         """Seconds of a step in which every rank runs one full micro-batch."""
@@ -50,7 +55,7 @@ class StepCosts:
         if seen and (seen.shape.micro_batch, seen.shape.micro_batches) == (self.micro_batch, 1):
             return seen.median
         known = self.model is not None and self.model_micro_batch == self.micro_batch
-        return self.model.seconds(1) if known and self.model else None
+        return self.of_micro_batches(1) if known else None
 
     def ranks(self, global_batch: float) -> int:
         """The most ranks that have a full micro-batch each; 0 when not even one has."""
@@ -66,7 +71,7 @@ class StepCosts:
         if count == 1:
             return self.of_one_micro_batch()
         known = count > 1 and self.model is not None and self.model_micro_batch == self.micro_batch
-        return self.model.seconds(count) if known and self.model else None
+        return self.of_micro_batches(count) if known else None
 
     def own_share(self) -> tuple[float, float] | None:
         """Samples per rank and seconds of a step, at the batch that was timed longest."""
@@ -82,7 +87,7 @@ class StepCosts:
         if self.model is None:
             return None
         full = samples_in(self.world, self.model_micro_batch)
-        price = self.model.fixed / self.model.per_micro_batch * full
+        price = self.model.fixed / self.model.of_micro_batch(self.model_micro_batch) * full
         return critical.through(lambda one: max(math.sqrt(price * one) if price else 0.0, float(full)))
 
 
@@ -93,7 +98,7 @@ def step_costs(metrics: Metrics, limits: BatchLimits) -> StepCosts:
         for timing in history.timings(metrics)
         if timing.shape.world == limits.world and timing.intervals >= history.MIN_TIMED
     ]
-    fitted = history.step_time_model(measured)
+    fitted = history.step_time_model(metrics, measured)
     timed: dict[int, Timing] = {}
     for timing in sorted(measured, key=lambda timing: timing.steps):
         timed[timing.shape.global_batch] = timing  # of two splits of one batch, the one that was run longer
