@@ -19,6 +19,7 @@ from adabatch import distributed
 from adabatch.checkpoint import files, state, tensors
 from adabatch.checkpoint import rng as random_states
 from adabatch.checkpoint.files import CheckpointError, Manifest
+from adabatch.optimizers import Optimizers
 
 T = TypeVar("T")
 
@@ -35,7 +36,7 @@ class Choice(NamedTuple):
 class Checkpoints:
     """The checkpoints in one folder, which all ranks share.
 
-    ``save``, ``load`` and ``newest_good`` are collective: every rank calls them, and they succeed or raise on all
+    ``save``, ``load``, ``load_model`` and ``newest_good`` are collective: every rank calls them, and they succeed or raise on all
     ranks alike. The other methods act on their own. Constructing one touches nothing.
 
     Args:
@@ -64,7 +65,7 @@ class Checkpoints:
         step: int,
         samples: int,
         model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizers,
         extra: dict[str, Any],
         rng: bool = True,
     ) -> Path:
@@ -74,7 +75,7 @@ class Checkpoints:
             step: optimizer steps done; the checkpoint's name.
             samples: samples consumed.
             model: plain, compiled, DistributedDataParallel or fully_shard.
-            optimizer: over parameters of ``model``.
+            optimizer: over parameters of ``model``; one or several.
             extra: what else to keep, as JSON; each key becomes a file ``<key>.json``, and tuples become lists. Rank
                 0's is saved.
             rng: whether to save every rank's random-number states.
@@ -103,12 +104,12 @@ class Checkpoints:
                 shutil.rmtree(partial, ignore_errors=True)
 
     def load(
-        self, path: str | Path, *, model: torch.nn.Module, optimizer: torch.optim.Optimizer, rng: bool = True
+        self, path: str | Path, *, model: torch.nn.Module, optimizer: Optimizers, rng: bool = True
     ) -> dict[str, Any]:
         """Verify the checkpoint at ``path``, restore it in place, and return its ``extra``.
 
-        The optimizer may be freshly made. Its parameter groups get the saved settings (learning rate and all, also
-        keys that it did not have), except how it computes (``fused``, ``foreach``, ``capturable``,
+        The optimizers may be freshly made. Their parameter groups get the saved settings (learning rate and all, also
+        keys that they did not have), except how they compute (``fused``, ``foreach``, ``capturable``,
         ``differentiable``). Parameters without saved state start without. Random-number states are restored when the
         number of ranks is the saved one; otherwise each rank is seeded from (saved seed, rank, samples), and a
         warning is logged.
@@ -129,6 +130,20 @@ class Checkpoints:
             raise CheckpointError(f"{path.name} was not loaded: {error}") from error
         return extra
 
+    def load_model(self, path: str | Path, *, model: torch.nn.Module) -> dict[str, Any]:
+        """Verify the checkpoint at ``path``, restore the model alone in place, and return its ``extra``. Collective.
+
+        Raises:
+            CheckpointError: on all ranks, as by ``load``.
+        """
+        path = Path(path).absolute()
+        try:
+            manifest = _together(lambda: files.verify(path, part=distributed.rank(), parts=distributed.size()))
+            _together(lambda: state.load_model(path, model))
+            return _together(lambda: files.read_extra(path, manifest))
+        except CheckpointError as error:
+            raise CheckpointError(f"{path.name} was not loaded: {error}") from error
+
     def latest(self) -> Path | None:
         """The checkpoint that ``latest`` names; where there is no such, the newest complete one; else None."""
         try:
@@ -145,6 +160,10 @@ class Checkpoints:
     def paths(self) -> list[Path]:
         """All checkpoints with a readable manifest, the newest save first; their files are not checked."""
         return [path for _, path in self._readable()[0]]
+
+    def at_steps(self) -> dict[int, Path]:
+        """The same by the step that each was saved at, lowest first."""
+        return {manifest.step: path for manifest, path in sorted(self._readable()[0], key=lambda pair: pair[0].step)}
 
     def verify(self, path: str | Path) -> Manifest:
         """Check every file of the checkpoint at ``path`` against its manifest, and return the manifest.
@@ -184,7 +203,7 @@ class Checkpoints:
         return removed
 
     def _begin(
-        self, partial: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, extra: dict[str, Any]
+        self, partial: Path, model: torch.nn.Module, optimizer: Optimizers, extra: dict[str, Any]
     ) -> state.Captured:
         captured = state.capture(model, optimizer)
         if distributed.rank() == 0:

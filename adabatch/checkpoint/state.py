@@ -1,7 +1,7 @@
-"""Model and optimizer to and from a torch distributed checkpoint.
+"""Model and optimizers to and from a torch distributed checkpoint.
 
 Tensors go into the distributed checkpoint under flat names, ``model.<parameter>`` and
-``optimizer.<parameter>.<entry>``. All else of the optimizer (parameter groups, step counters) is plain JSON, in
+``optimizer.<parameter>.<entry>``. All else of the optimizers (parameter groups, step counters) is plain JSON, in
 ``optimizer.json``: a distributed load returns only what it is asked for, so that a key which the new optimizer does not
 have yet would be lost without a word.
 """
@@ -14,7 +14,7 @@ import logging
 import math
 import pickle
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from adabatch.checkpoint import tensors as tensors_on_disk
 from adabatch.checkpoint.files import CheckpointError
+from adabatch.optimizers import Optimizers, each
 
 OPTIMIZER = "optimizer.json"
 
@@ -42,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Captured:
-    """Tensors (not copied) by flat name, and the optimizer's JSON."""
+    """Tensors (not copied) by flat name, and the optimizers' JSON."""
 
     tensors: dict[str, Any]
     optimizer: dict[str, Any]
@@ -50,15 +51,15 @@ class Captured:
 
 @dataclass(slots=True)
 class Incoming:
-    """What is about to be loaded: targets by flat name, the optimizer's JSON, its parameters by name and groups."""
+    """What is about to be loaded: targets by flat name, the optimizers' JSON, their parameters by name and groups."""
 
     tensors: dict[str, Any]
     saved: dict[str, Any]
     groups: list[list[str]]
 
 
-def capture(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Captured:
-    """Take the state of both without copying a tensor.
+def capture(model: torch.nn.Module, optimizer: Optimizers) -> Captured:
+    """Take the state of model and optimizers without copying a tensor.
 
     Raises:
         CheckpointError: for wrappers and values that a checkpoint cannot hold.
@@ -68,7 +69,7 @@ def capture(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Capture
         _require_safe(name, value)
     layout = _optimizer_state(model, optimizer)
     encoded = {
-        "class": type(optimizer).__qualname__,
+        "class": _classes(optimizer),
         "groups": [_encode(group, f"optimizer.group{i}", tensors) for i, group in enumerate(layout["param_groups"])],
         "state": {
             name: _encode(entries, f"optimizer.{name}", tensors) for name, entries in layout["state"].items() if entries
@@ -77,20 +78,19 @@ def capture(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Capture
     return Captured(tensors, encoded)
 
 
-def prepare(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Incoming:
-    """Compare the checkpoint in ``folder`` with this model and optimizer, and make what it is to be loaded into.
+def prepare(folder: Path, model: torch.nn.Module, optimizer: Optimizers) -> Incoming:
+    """Compare the checkpoint in ``folder`` with this model and its optimizers, and make what it is to be loaded into.
 
     Raises:
         CheckpointError: naming parameters that are missing, unexpected or of another shape or type, another class of
             optimizer, and parameter groups that differ.
     """
     described = tensors_on_disk.describe(folder)
-    tensors = _model_state(model)
-    _require_same_model(tensors, {key: value for key, value in described.items() if key.startswith("model.")})
+    tensors = _targets(described, model)
     saved = json.loads((folder / OPTIMIZER).read_bytes())
     layout = _optimizer_state(model, optimizer)
     groups = [group["params"] for group in layout["param_groups"]]
-    _require_same_optimizer(type(optimizer).__qualname__, groups, saved)
+    _require_same_optimizer(_classes(optimizer), groups, saved)
     for name, param in _by_name(optimizer, groups).items():
         for key in _keys_in(saved["state"].get(name)):
             tensors[key] = _blank(key, described[key], param)
@@ -99,23 +99,46 @@ def prepare(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimiz
     return Incoming(tensors, saved, groups)
 
 
-def load(folder: Path, incoming: Incoming, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def load(folder: Path, incoming: Incoming, model: torch.nn.Module, optimizer: Optimizers) -> None:
     """Read the tensors and put them in place; every rank calls this."""
-    tensors_on_disk.read(folder, incoming.tensors)
-    state = {key.removeprefix("model."): value for key, value in incoming.tensors.items() if key.startswith("model.")}
+    _read_into_model(folder, incoming.tensors, model)
+    saved, groups = _decode(incoming.saved, incoming.tensors), iter(incoming.groups)
+    for one in each(optimizer):
+        _put_optimizer(one, [next(groups) for _ in one.param_groups], saved)
+
+
+def load_model(folder: Path, model: torch.nn.Module) -> None:
+    """Put the parameters and buffers of the checkpoint in ``folder`` in place, and leave the rest of it; every rank
+    calls this.
+
+    Raises:
+        CheckpointError: naming parameters that are missing, unexpected or of another shape or type.
+    """
+    _read_into_model(folder, _targets(tensors_on_disk.describe(folder), model), model)
+
+
+def _targets(described: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:
+    """What the model's tensors are read into, by flat name."""
+    tensors = _model_state(model)
+    _require_same_model(tensors, {key: value for key, value in described.items() if key.startswith("model.")})
+    return tensors
+
+
+def _read_into_model(folder: Path, targets: dict[str, Any], model: torch.nn.Module) -> None:
+    tensors_on_disk.read(folder, targets)
+    state = {key.removeprefix("model."): value for key, value in targets.items() if key.startswith("model.")}
     set_model_state_dict(model, state)
-    _put_optimizer(optimizer, incoming)
 
 
-def _put_optimizer(optimizer: torch.optim.Optimizer, incoming: Incoming) -> None:
-    names = [name for group in incoming.groups for name in group]
+def _put_optimizer(optimizer: torch.optim.Optimizer, named: list[list[str]], saved: dict[str, Any]) -> None:
+    """Its part of what was saved; ``named`` are its parameters by name and group."""
+    names = [name for group in named for name in group]
     index = {name: i for i, name in enumerate(names)}
-    saved = _decode(incoming.saved, incoming.tensors)
-    state = {index[name]: entries for name, entries in saved["state"].items()}
+    state = {index[name]: entries for name, entries in saved["state"].items() if name in index}
     by_params = {frozenset(group["params"]): group for group in saved["groups"]}
     live = [dict(group) for group in optimizer.param_groups]
     groups = []
-    for group, params in zip(live, incoming.groups, strict=True):
+    for group, params in zip(live, named, strict=True):
         kept = {key: group[key] for key in _IMPLEMENTATION if key in group}
         numbers = [index[name] for name in params]
         groups.append({**group, **by_params[frozenset(params)], **kept, "params": numbers})
@@ -165,14 +188,22 @@ def _model_state(model: torch.nn.Module) -> dict[str, Any]:
     return {f"model.{name}": value for name, value in get_model_state_dict(model).items()}
 
 
-def _optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimizer's state dict with parameter names in place of numbers."""
+def _optimizer_state(model: torch.nn.Module, optimizer: Optimizers) -> dict[str, Any]:
+    """The optimizers' state dicts as one, with parameter names in place of numbers."""
+    held = [param for one in each(optimizer) for group in one.param_groups for param in group["params"]]
     known = set(model.parameters())
-    foreign = [tuple(p.shape) for group in optimizer.param_groups for p in group["params"] if p not in known]
-    if foreign:
+    if foreign := [tuple(param.shape) for param in held if param not in known]:
         raise CheckpointError(f"the optimizer holds parameters that are not the model's, of shapes {foreign}")
-    with _left_unstepped(optimizer):
-        return get_optimizer_state_dict(model, optimizer)
+    if len(set(held)) < len(held):
+        raise CheckpointError(f"{len(held) - len(set(held))} parameters are held by more than one optimizer")
+    with ExitStack() as stack:
+        for one in each(optimizer):
+            stack.enter_context(_left_unstepped(one))
+        return get_optimizer_state_dict(model, each(optimizer))
+
+
+def _classes(optimizer: Optimizers) -> str:
+    return " + ".join(type(one).__qualname__ for one in each(optimizer))
 
 
 @contextmanager
@@ -193,8 +224,8 @@ def _left_unstepped(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         del optimizer.state[param]
 
 
-def _by_name(optimizer: torch.optim.Optimizer, groups: list[list[str]]) -> dict[str, torch.Tensor]:
-    pairs = zip(optimizer.param_groups, groups, strict=True)
+def _by_name(optimizer: Optimizers, groups: list[list[str]]) -> dict[str, torch.Tensor]:
+    pairs = zip((group for one in each(optimizer) for group in one.param_groups), groups, strict=True)
     return {name: param for group, names in pairs for name, param in zip(names, group["params"], strict=True)}
 
 

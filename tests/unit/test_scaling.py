@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import math
+from dataclasses import astuple
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from adabatch.plan import Scales
-from adabatch.scaling import DEFAULT_RULES, Scaling, decay_for, gain
+from adabatch.scaling import DEFAULT_RULES, RULES, Scaling, decay_for, gain
 
 BATCHES = st.integers(1, 10**6)
 NOISE_SCALES = st.floats(0.0, 1e9)
 
 
 @pytest.mark.parametrize(
-    ("rule", "lr"), [("none", 1.0), ("linear", 4.0), ("sqrt", 2.0), ("adascale", 2.5), ("gain_power", math.sqrt(2.5))]
+    ("rule", "lr"),
+    [
+        ("none", 1.0),
+        ("linear", 4.0),
+        ("sqrt", 2.0),
+        ("adascale", 2.5),
+        ("gain_power", math.sqrt(2.5)),
+        ("surge", 1.25),
+    ],
 )
 def test_learning_rate_at_four_times_the_reference_batch(rule: str, lr: float) -> None:
-    # gain: (1 + 64/16) / (1 + 64/64) = 5 / 2
+    # gain: (1 + 64/16) / (1 + 64/64) = 5 / 2; surge: half of sqrt(64/16) + sqrt(16/64) = 1.25, over 1 at the peak
     assert Scaling(rule, 16).scales(64, noise_scale=64.0).lr == pytest.approx(lr)
 
 
@@ -62,9 +71,54 @@ def test_the_gain_rises_with_the_batch(batch: int, reference: int, noise_scale: 
     assert gain(2 * batch, reference, noise_scale) >= gain(batch, reference, noise_scale) * (1 - 1e-12)
 
 
+def surge(batch: float, noise_scale: float) -> float:
+    """The published curve (arXiv 2405.14578), of height 1 at its peak."""
+    return 1 / (0.5 * (math.sqrt(noise_scale / batch) + math.sqrt(batch / noise_scale)))
+
+
+@given(BATCHES, BATCHES, st.floats(1e-6, 1e9))
+def test_surge_is_the_published_curve_over_its_value_at_the_reference_batch(
+    batch: int, reference: int, noise_scale: float
+) -> None:
+    lr = Scaling("surge", reference).scales(batch, noise_scale).lr
+    assert lr == pytest.approx(surge(batch, noise_scale) / surge(reference, noise_scale))
+
+
+def test_surge_peaks_at_the_noise_scale_and_has_both_limits() -> None:
+    rates = {batch: Scaling("surge", 16).scales(batch, 64.0).lr for batch in range(1, 400)}
+    assert max(rates, key=rates.__getitem__) == 64
+    assert Scaling("surge", 16).scales(64, math.inf).lr == 2.0
+    assert Scaling("surge", 16).scales(64, 0.0).lr == 0.5
+    assert Scaling("surge", 16).scales(64, None).lr == 1.0
+    assert Scaling("surge", 16).scales(4, None).lr == 0.5
+
+
+@pytest.mark.parametrize("rule", RULES)
+@given(
+    st.floats(-4, 4),
+    st.one_of(
+        st.sampled_from([None, 0.0, math.inf, math.nan, -math.inf, -3.0, 5e-324, 1.7e308]), st.floats(0, 1e308)
+    ),
+    st.sampled_from([1.0, 0.5, 1e-3]),
+)
+def test_no_rule_has_an_illegal_value(rule: str, power: float, noise_scale: float | None, exponent: float) -> None:
+    """From 1e-4 to 1e4 reference batches, at any noise scale: multipliers are positive, betas stay in [0, 1)."""
+    reference = 10**6
+    batch = max(1, round(reference * 10**power))
+    scaling = Scaling(rule, reference, exponent, beta1=True)
+    scales = scaling.scales(batch, noise_scale)
+    assert all(math.isfinite(value) and value > 0 for value in astuple(scales))
+    bound = max(scales.kappa, 1 / scales.kappa) * (1 + 1e-9)
+    assert 1 / bound <= scales.lr <= bound
+    for exponent_ in (scales.beta1_exponent, scales.beta2_exponent):
+        assert all(0 <= decay_for(beta, exponent_) < 1 for beta in (0.0, 0.9, 0.999))
+
+
 def test_companions_of_the_square_root_rule() -> None:
     scales = Scaling("sqrt", 16).scales(64, noise_scale=None)
-    assert scales == Scales(kappa=4.0, lr=2.0, beta2_exponent=4.0, eps=0.5, weight_decay=2.0, clip=1.0)
+    moved = {"beta2_exponent": 4.0, "eps": 0.5, "weight_decay": 2.0}
+    carried = {"second_moment": 4.0, "step_counter": 4.0, "momentum_buffer": 2.0}
+    assert scales == Scales(kappa=4.0, lr=2.0, clip=1.0, **moved, **carried)
 
 
 def test_weight_decay_per_sample_is_constant() -> None:
@@ -88,10 +142,10 @@ def test_none_moves_nothing() -> None:
 
 def test_companions_can_be_left_alone() -> None:
     still = Scaling("linear", 16, beta2=False, eps=False, weight_decay=False, clip=False)
-    assert still.scales(64, 100.0) == Scales(kappa=4.0, lr=4.0)
+    assert still.scales(64, 100.0) == Scales(kappa=4.0, lr=4.0, second_moment=4.0, momentum_buffer=4.0)
 
 
-@pytest.mark.parametrize("rule", ["none", "linear", "sqrt", "adascale", "gain_power"])
+@pytest.mark.parametrize("rule", RULES)
 def test_at_the_reference_batch_everything_is_as_configured(rule: str) -> None:
     assert Scaling(rule, 24).scales(24, 77.0) == Scales()
     assert Scaling(rule, 24).scales(24, None) == Scales()
@@ -108,7 +162,7 @@ def test_a_decay_keeps_its_memory_in_samples() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"rule": "cube", "reference_batch": 16}, "none, linear, sqrt, adascale, gain_power, got 'cube'"),
+        ({"rule": "cube", "reference_batch": 16}, "none, linear, sqrt, adascale, gain_power, surge, got 'cube'"),
         ({"rule": "sqrt", "reference_batch": 0}, "reference_batch must be at least 1, got 0"),
         ({"rule": "gain_power", "reference_batch": 1, "exponent": 1.5}, r"exponent must be in \(0, 1\], got 1.5"),
         ({"rule": "gain_power", "reference_batch": 1, "exponent": 0.0}, "got 0.0"),
