@@ -40,8 +40,11 @@ def verdict(wanted: Wanted | None, situation: Situation, damping: Damping, limit
 def _rounded(proposal: Proposal, current: int, limits: BatchLimits) -> int:
     """The nearest batch that the ranks can make and measure, without overshooting where that can be helped."""
     batch = limits.realise(max(proposal.batch, limits.fewest_measurable))
-    below = limits.floor(min(proposal.most, batch))
-    return below if current < below else batch
+    if (below := limits.floor(min(proposal.most, batch))) > current:
+        return below
+    if (above := limits.ceil(max(proposal.least, batch))) < current:
+        return above
+    return batch
 
 
 def _kind(batch: int, current: int, proposal: Proposal) -> str:
@@ -53,7 +56,7 @@ def _kind(batch: int, current: int, proposal: Proposal) -> str:
 
 def _sentence(batch: int, current: int, wanted: Wanted | None, proposal: Proposal) -> str:
     """The reason of a decision in one readable sentence."""
-    evidence = f"{wanted.reason} wants {wanted.batch:,.3g}" if wanted else "no estimate yet"
+    evidence = _evidence(wanted)
     if proposal.held:
         return f"hold {current}: {evidence}; {proposal.held[1]}"
     notes = "".join(f"; {note}" for note in proposal.notes)
@@ -61,3 +64,10 @@ def _sentence(batch: int, current: int, wanted: Wanted | None, proposal: Proposa
         return f"hold {current}: {evidence}{notes}; no other batch that the ranks can make is nearer"
     verb = "grow" if batch > current else "shrink"
     return f"{verb} {current} to {batch}: {evidence}{notes}"
+
+
+def _evidence(wanted: Wanted | None) -> str:
+    """What a policy goes by, and the batch that it wants for it."""
+    if wanted is None:
+        return "no estimate yet"
+    return wanted.reason if math.isnan(wanted.batch) else f"{wanted.reason} wants {wanted.batch:,.3g}"

@@ -16,12 +16,13 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from adabatch.controller import Controller
 from adabatch.ledger import Decision
 from adabatch.noise import Measurement
 from adabatch.plan import BatchPlan
+from adabatch.throughput import ReadableLap
 
 GROUPS = 8
 DIMENSIONS = 300
@@ -56,7 +57,14 @@ class Trace:
 
 
 def gaussian_window(
-    batch: int, noise: float, seed: object, *, signal: float = 1.0, groups: int = GROUPS, dimensions: int = DIMENSIONS
+    batch: int,
+    noise: float,
+    seed: object,
+    *,
+    signal: float = 1.0,
+    groups: int = GROUPS,
+    dimensions: int = DIMENSIONS,
+    loss: float = 1.0,
 ) -> Measurement:
     """One window of ``groups`` equal groups with true G^2 ``signal`` and true S ``noise``."""
     draws = random.Random(repr((seed, batch)))
@@ -71,7 +79,7 @@ def gaussian_window(
         group_square=(groups * mean_square + spread) / groups**2,
         weight_square=1 / groups,
         weight=float(batch),
-        loss=1.0,
+        loss=loss,
     )
 
 
@@ -83,17 +91,23 @@ def simulate(
     steps: int | None = None,
     spoiled: frozenset[int] = frozenset(),
     seen: Callable[[Measurement], Measurement] = lambda measurement: measurement,
+    loss: Callable[[int], float] = lambda sample: 1.0,
+    lap: Callable[[BatchPlan], ReadableLap] | None = None,
 ) -> Trace:
     """Run ``controller`` until it is done, or for ``steps`` steps, at the true noise scale ``scale(samples)``.
 
-    The gradients of the steps in ``spoiled`` are not finite; ``seen`` may add to what was measured.
+    The gradients of the steps in ``spoiled`` are not finite; ``seen`` may add to what was measured; ``loss`` is that of
+    the training by samples, and ``lap`` what a step takes.
     """
     trace = Trace()
     for plan in _plans(controller, steps):
-        measurement = seen(gaussian_window(plan.global_batch, scale(plan.first_sample), (seed, plan.step)))
+        first = plan.first_sample
+        measurement = seen(gaussian_window(plan.global_batch, scale(first), (seed, plan.step), loss=loss(first)))
         if plan.step in spoiled:
             measurement = not_finite(plan.global_batch)
-        decision = controller.commit(plan, Ready(measurement) if plan.measure else None)
+        if not plan.measure:
+            measurement = replace(measurement, groups=0)
+        decision = controller.commit(plan, Ready(measurement), lap(plan) if lap else None)
         trace.plans.append(plan)
         if decision is not None:
             trace.decisions.append(decision)

@@ -11,12 +11,13 @@ from adabatch.policies.protocol import Wanted
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """What the gates look at, beside the wanted batch."""
+    """What the gates look at, beside the wanted batch; ``undone_for``: samples to wait since a change was rolled back."""
 
     batch: int
     samples_since_change: int
     memory: int
     warming_up: bool
+    undone_for: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,18 +25,22 @@ class Proposal:
     """A batch on its way through the gates.
 
     ``held`` says which gate stopped the change and why. Rounding to what the ranks can make does not go above
-    ``most`` unless nothing else lies above the present batch.
+    ``most`` or below ``least`` unless nothing else lies on that side of the present batch.
     """
 
     batch: float
     held: tuple[str, str] | None = None
     notes: tuple[str, ...] = ()
     most: float = math.inf
+    least: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Damping:
     """How fast a run follows its policy. The gates run in the order of the arguments.
+
+    At most one change, and so one reversal, comes in a dwell. The bounds of the batch are ``BatchLimits``; what was
+    decided beforehand (open-loop policies) is followed as it is written, within those bounds, and passes no gate.
 
     Args:
         dwell: a change waits until this many samples have gone by since the last one (about 1/(1-beta2) reference
@@ -48,9 +53,12 @@ class Damping:
         growth: the largest factor of one decision, up or down; at least 1.5, since rounding to what the ranks can make
             would undo a smaller one for ever.
         dead_band: changes by less than this factor are not made.
+        rollback: a change is undone when the training loss regresses beyond its interval (``adabatch.regression``), and
+            the next attempt waits: a dwell, twice as long after each change that is undone in a row. No gate, but the
+            controller's.
 
     Raises:
-        ValueError: for factors that are too small, a dead band above the growth, or a negative dwell.
+        ValueError: for factors that are too small or not finite, a dead band above the growth, or a negative dwell.
     """
 
     dwell: int = 0
@@ -59,11 +67,12 @@ class Damping:
     interval_gate: bool = True
     growth: float = 2.0
     dead_band: float = 1.2
+    rollback: bool = False
 
     def __post_init__(self) -> None:
-        if not (self.growth >= 1.5 and 1 <= self.dead_band <= self.growth and self.dwell >= 0):
+        if not (1.5 <= self.growth < math.inf and 1 <= self.dead_band <= self.growth and self.dwell >= 0):
             raise ValueError(
-                f"damping.growth must be at least 1.5, damping.dead_band between 1 and damping.growth, and "
+                f"damping.growth must be at least 1.5 and finite, damping.dead_band between 1 and damping.growth, and "
                 f"damping.dwell at least 0, got growth {self.growth}, dead_band {self.dead_band} and dwell {self.dwell}"
             )
 
@@ -79,7 +88,7 @@ class Damping:
 
 def _sane(damping: Damping, proposal: Proposal, wanted: Wanted, situation: Situation) -> Proposal:
     if math.isnan(wanted.batch) or math.isnan(wanted.low) or math.isnan(wanted.high) or wanted.batch < 0:
-        return _hold(situation, "invalid", f"the wanted batch {wanted.batch} is no batch")
+        return _hold(situation, "invalid", "no batch follows from that")
     return proposal
 
 
@@ -88,6 +97,8 @@ def _dwell(damping: Damping, proposal: Proposal, wanted: Wanted, situation: Situ
     dwell = max(damping.dwell, situation.memory) if wanted.resolved else damping.dwell
     if situation.samples_since_change < dwell:
         return _hold(situation, "dwell", f"within {dwell:,} samples of the last change")
+    if situation.undone_for > 0:
+        return _hold(situation, "dwell", f"another {situation.undone_for:,} samples since a change was rolled back")
     return proposal
 
 
@@ -121,9 +132,10 @@ def _interval(damping: Damping, proposal: Proposal, wanted: Wanted, situation: S
 
 def _growth(damping: Damping, proposal: Proposal, wanted: Wanted, situation: Situation) -> Proposal:
     most = min(proposal.most, situation.batch * damping.growth)
-    limited = min(max(proposal.batch, situation.batch / damping.growth), most)
+    least = situation.batch / damping.growth
+    limited = min(max(proposal.batch, least), most)
     limit = () if limited == proposal.batch else (f"at most x{damping.growth:g} per decision",)
-    return Proposal(limited, notes=proposal.notes + limit, most=most)
+    return Proposal(limited, notes=proposal.notes + limit, most=most, least=least)
 
 
 def _dead_band(damping: Damping, proposal: Proposal, wanted: Wanted, situation: Situation) -> Proposal:

@@ -13,6 +13,8 @@ from adabatch.policies.protocol import Facts, State, Wanted, describe_scale, sup
 ALLOCATIONS = ("proportional", "sqrt")
 # Moments at which the rest of a run is looked at; more change the batch by less than a percent.
 _MOMENTS = 64
+# In the last share of the run its division stays as it is: to settle the account within a few windows would be a leap.
+_SETTLED_REST = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,26 +89,32 @@ class TargetEfficiency:
         return 1 / self.target - 1
 
     def init(self) -> State:
-        return {"samples": 0, "surplus": 0.0, "efficient": 0.0, "history": []}
+        rest = {"from": 0, "surplus": 0.0, "efficient": 0.0}
+        return {"samples": 0, "surplus": 0.0, "efficient": 0.0, "history": [], "rest": rest}
 
     def update(self, state: State, facts: Facts, samples: int) -> State:
         """Account for ``samples`` consumed at the present batch, at the efficiency that the estimate supports."""
         if facts.estimate is None:
             return state
         efficiency = data_efficiency(facts.batch, self.calibration * supported_scale(facts.estimate))
+        surplus = state["surplus"] + (efficiency - self.target) * samples
         efficient = state["efficient"] + efficiency * samples
+        consumed, rest = facts.progress.samples, state["rest"]
+        if self.horizon is None or consumed <= (1 - _SETTLED_REST) * self.horizon:
+            rest = {"from": consumed, "surplus": surplus, "efficient": efficient}
         return {
             "samples": state["samples"] + samples,
-            "surplus": state["surplus"] + (efficiency - self.target) * samples,
+            "surplus": surplus,
             "efficient": efficient,
             "history": forecast.remember(state["history"], efficient, facts.estimate),
+            "rest": rest,
         }
 
     def value(self, state: State, facts: Facts) -> Wanted | None:
         estimate = facts.estimate
         if estimate is None:
             return None
-        plan, note = (self._by_root(state, facts) if self.allocation == "sqrt" else (self._by_share(state), ""))
+        plan, note = (self._by_root(state) if self.allocation == "sqrt" else (self._by_share(state), ""))
         # A lower bound supports no batch beyond the undisturbed one.
         most = math.inf if estimate.resolved else self._undisturbed
         ratio = min(max(plan, self._undisturbed / self.repay), most) * self.calibration
@@ -124,13 +132,14 @@ class TargetEfficiency:
         asked = self.target - (state["surplus"] / state["samples"] if state["samples"] else 0.0)
         return min(1 / asked - 1, most) if asked > 0 else most
 
-    def _by_root(self, state: State, facts: Facts) -> tuple[float, str]:
+    def _by_root(self, state: State) -> tuple[float, str]:
         """Wanted batch over critical batch when the rest of the run is divided by the square root."""
         assert self.horizon is not None
-        samples = max(self.horizon - facts.progress.samples, 0)
-        clock = self.target * samples - state["surplus"]
+        rest = state["rest"]
+        samples = max(self.horizon - rest["from"], 0)
+        clock = self.target * samples - rest["surplus"]
         growth = self.curve or forecast.growth(state["history"])
-        now = state["efficient"]
+        now = rest["efficient"]
         moments = (now + clock * (index + 0.5) / _MOMENTS for index in range(_MOMENTS))
         factors = [growth.factor(now, moment) for moment in moments] if clock > 0 else []
         ratio = forecast.square_root_ratio(factors, clock, samples, self.cap)

@@ -114,7 +114,7 @@ def remember(history: History, clock: float, estimate: Estimate) -> list[list[fl
     """``history`` with a resolved estimate at ``clock``: triples of log clock, log noise scale, and its variance."""
     if clock <= 0 or not estimate.resolved or not 0 < estimate.low <= estimate.scale < math.inf:
         return [list(point) for point in history]
-    deviation = math.log(estimate.high / estimate.low) / (2 * _NORMAL_95)
+    deviation = (math.log(estimate.high) - math.log(estimate.low)) / (2 * _NORMAL_95)
     point = [math.log(clock), math.log(estimate.scale), deviation**2 + _MODEL_DEVIATION**2]
     kept = [list(one) for one in history if _bin(one[0]) != _bin(point[0])]
     return [*kept, point]

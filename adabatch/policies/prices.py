@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from adabatch.policies.protocol import Facts, Price, State, Stateless, Wanted, describe_scale, supported_scale
+from adabatch.policies.protocol import Facts, Price, State, Stateless, Wanted, describe_scale, exactly, supported_scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,13 @@ class WallClock(Stateless):
         _require_calibration(self.calibration)
 
     def value(self, state: State, facts: Facts) -> Wanted | None:
-        return _fastest(facts, facts.price, self.calibration) if facts.price else None
+        price = facts.price
+        if price is None or facts.estimate is None:
+            return None
+        # "0 or more" says nothing; without the interval gate, it would pass for a step that is free.
+        if not (price.resolved or price.low > 0):
+            return exactly(math.nan, "price not resolved: the steps so far do not tell what is paid once per step")
+        return _fastest(facts, price, self.calibration)
 
 
 @dataclass(frozen=True, slots=True)

@@ -210,8 +210,8 @@ def unresolved(low: float) -> Wanted:
 
 
 def test_a_supported_change_goes_through() -> None:
-    assert pass_through(supported(100)) == Proposal(100, most=128)
-    assert pass_through(supported(40)) == Proposal(40, most=128)
+    assert pass_through(supported(100)) == Proposal(100, most=128, least=32)
+    assert pass_through(supported(40)) == Proposal(40, most=128, least=32)
 
 
 def test_one_decision_moves_by_a_bounded_factor() -> None:
@@ -291,7 +291,7 @@ def test_monotone_runs_never_shrink() -> None:
     assert pass_through(supported(100), monotone=True).batch == 100
 
 
-@pytest.mark.parametrize("arguments", [{"growth": 1.4}, {"dead_band": 0.9}, {"dead_band": 2.5}, {"dwell": -1}])
+@pytest.mark.parametrize("arguments", [{"growth": 1.4}, {"growth": math.inf}, {"dead_band": 0.9}, {"dead_band": 2.5}, {"dwell": -1}])
 def test_damping_out_of_range_is_refused(arguments: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=" ".join(f"{name} {value}" for name, value in arguments.items())):
         Damping(**arguments)  # type: ignore[arg-type]
