@@ -18,7 +18,7 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -30,12 +30,13 @@ from torch import nn
 from adabatch import distributed, gradients, optimizers
 from adabatch import plan as planning
 from adabatch.checkpoint import CheckpointError, Checkpoints
-from adabatch.controller import Controller, TooManySkipped
+from adabatch.controller import Controller, Readable, TooManySkipped
 from adabatch.data import Stream, stream
 from adabatch.ledger import Decision
 from adabatch.plan import BatchLimits, BatchPlan, data_efficiency
 from adabatch.policies import supported_scale
 from adabatch.runlog import RunLog
+from adabatch.stopwatch import Stopwatch
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -192,11 +193,14 @@ class Interrupt:
 
 @dataclass(slots=True)
 class Trainer:
-    """Everything a run is made of, and the loop over it. ``model`` is the wrapped, ``plain_model`` the inner module."""
+    """Everything a run is made of, and the loop over it. ``model`` is the wrapped, ``plain_model`` the inner module.
+
+    ``control`` is called when a decision was due, on all ranks at the same step, and may change what the run goes by.
+    """
 
     model: nn.Module
     plain_model: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizer: optimizers.Optimizers
     loss: LossFunction
     controller: Controller
     stream: Stream
@@ -210,6 +214,7 @@ class Trainer:
     extra: Mapping[str, Any] = field(default_factory=dict)
     calibration: float = 1.0
     scaler: torch.amp.GradScaler | None = None
+    aligned: gradients.AlignmentTaps | None = None
     clock: Clock = field(default_factory=Clock)
     meter: Meter = field(default_factory=Meter)
     last_record: tuple[int, float] = (0, 0.0)
@@ -218,6 +223,11 @@ class Trainer:
     evaluated_at: int | None = None
     pause: int = 1
     kept_back: int = 0
+    control: Callable[[Trainer], None] | None = None
+    stopwatch: Stopwatch = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.stopwatch = Stopwatch(self.world.device)
 
     def train(self) -> str:
         """Run until the budget is used up or something stops the run; returns the reason.
@@ -229,6 +239,7 @@ class Trainer:
             if self.held_out and self.controller.progress.steps == 0:
                 self.evaluate()
             self.clock.start()
+            self.stopwatch.restart()
             reason = None
             try:
                 while reason is None:
@@ -276,9 +287,10 @@ class Trainer:
         plan = self.controller.plan()
         # Asked for a stop one step late: by then the answer is there, and the host need not wait for the step just run.
         previous = self.outcome if self.outcome is not None and self.outcome.measurement.travelled else None
-        outcome = self._step(plan, interrupt)
+        outcome, measured = self._step(plan, interrupt)
         self.carried_out, self.outcome = plan, outcome
-        decision = self.controller.commit(plan, outcome.measurement)
+        deciding = self.controller.due
+        decision = self.controller.commit(plan, measured, self.stopwatch.lap())
         self.meter.add(outcome.measurement)
         if decision is not None:
             self.record_decision(decision)
@@ -291,23 +303,33 @@ class Trainer:
         if previous is not None and previous.stop_requested() and not self.controller.done:
             # Without a word of its own, rank 0 stops because another rank was told to.
             return distributed.agree(interrupt.received or ("seconds" if self._out_of_time() else signal.SIGTERM.name))
+        if deciding and self.control is not None and not self.controller.done:
+            self.control(self)
         due = _crossed(before, self.controller.progress.samples, self.settings.save_every)
         if due and not self.controller.done:  # the end of the run saves in any case
             self.save()
         return None
 
-    def _step(self, plan: BatchPlan, interrupt: Interrupt) -> gradients.Outcome:
+    def _step(self, plan: BatchPlan, interrupt: Interrupt) -> tuple[gradients.Outcome, Readable]:
+        """Carry the plan out: what was stepped with, and the measurement with all that belongs to it."""
+        aligned = self.aligned
+        if aligned is not None:
+            aligned.measure(plan.align)
         precision = PRECISIONS[self.settings.precision]
         autocast = torch.autocast(self.world.device.type, precision, enabled=precision is not None)
         with gradients.accumulate(self.tap, plan) as window:
             if interrupt.received is not None or self._out_of_time():
                 window.request_stop()
             for micro_batch in self.stream.take(plan):
+                self.stopwatch.micro_batch(plan)
                 with window.micro_batch():
                     with autocast:
                         loss, weight = self.loss(self.model, to_device(micro_batch.data, self.world.device))
                     weight = weight if micro_batch.samples else 0
                     window.backward(loss, samples=micro_batch.samples, weight=weight, scaler=self.scaler)
+                if aligned is not None:
+                    aligned.note(micro_batch.samples, weight)
+        alignments = aligned.read(window) if aligned is not None else {}
         clip_norm = self.settings.clip_norm
         outcome = window.finish(
             self.optimizer,
@@ -318,8 +340,9 @@ class Trainer:
         )
         optimizers.apply(plan, self.optimizer)
         outcome.step()
-        self.optimizer.zero_grad()
-        return outcome
+        for optimizer in optimizers.each(self.optimizer):
+            optimizer.zero_grad()
+        return outcome, gradients.Aligned(outcome.measurement, alignments) if alignments else outcome.measurement
 
     def _exchanges(self) -> bool:
         """Whether this step's numbers travel now: they are read after it, or a word to stop has waited long enough."""
@@ -350,6 +373,7 @@ class Trainer:
         with self.clock.paused():
             values = self.held_out.evaluate(self.plain_model, self.world)
             self.log.evaluation({**self.where(), **values})
+        self.stopwatch.restart()
         self.evaluated_at = self.controller.progress.samples
         return values
 
@@ -376,6 +400,7 @@ class Trainer:
                 if self.world.rank == 0:
                     print(f"adabatch: saving failed, training goes on: {error}", file=sys.stderr, flush=True)
             self.save_ledger()
+        self.stopwatch.restart()
 
     def save_ledger(self) -> None:
         """Write the ledger into the run folder, on rank 0. A failure is reported, and training goes on."""
@@ -429,9 +454,10 @@ class Trainer:
                 "micro_batch": plan.micro_batch,
                 "micro_batches": plan.micro_batches,
                 "world": plan.world,
-                "lr": float(self.optimizer.param_groups[0]["lr"]),
+                "lr": float(optimizers.each(self.optimizer)[0].param_groups[0]["lr"]),
                 "grad_norm": math.sqrt(last.mean_square) if last.finite else None,
                 "efficiency": self._efficiency(plan.global_batch),
+                "step_time": self._step_time(),
                 "samples_per_second": (where["samples"] - samples) / max(where["seconds"] - seconds, 1e-9),
                 "skipped": len(self.controller.ledger.skipped),
             }
@@ -453,6 +479,14 @@ class Trainer:
             "guards": self.controller.guards.to_dict() if self.controller.guards else None,
             "slope": asdict(self.controller.slope) if self.controller.slope else None,
         }
+
+    def _step_time(self) -> dict[str, Any] | None:
+        """What a step costs, in seconds and as a price in samples; an interval without an end has None there."""
+        price, step_time = self.controller.price, self.controller.step_time
+        if price is None or step_time is None:
+            return None
+        ends = {"price": price.value, "price_low": price.low, "price_high": price.high}
+        return asdict(step_time) | {name: end if math.isfinite(end) else None for name, end in ends.items()}
 
     def _efficiency(self, global_batch: int) -> float | None:
         estimate = self.controller.estimate

@@ -9,7 +9,8 @@ share is used up runs an empty micro-batch of weight 0.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 ROUNDINGS = ("micro_batch", "whole", "world", "none")
 
@@ -25,6 +26,12 @@ class Scales:
         eps: multiplier of Adam's epsilon.
         weight_decay: multiplier of the decoupled weight decay.
         clip: multiplier of the gradient-norm threshold.
+        second_moment: batch that the noise in Adam's second moment belongs to, over the reference batch; the noise part
+            is divided by its change (1 leaves it alone).
+        step_counter: reference steps that Adam's step counter counts as one; the counter is divided by its change
+            (1 leaves it alone).
+        momentum_buffer: learning-rate multiplier that SGD's momentum buffer belongs to; the buffer is divided by its
+            change (1 leaves it alone).
     """
 
     kappa: float = 1.0
@@ -34,6 +41,9 @@ class Scales:
     eps: float = 1.0
     weight_decay: float = 1.0
     clip: float = 1.0
+    second_moment: float = 1.0
+    step_counter: float = 1.0
+    momentum_buffer: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +128,12 @@ class BatchLimits:
         """The smallest batch in which two groups of samples can be compared."""
         return 2 * self.micro_batch if self.rounding == "whole" and self.world == 1 else 2
 
+    @property
+    def fewest_alignable(self) -> int:
+        """The smallest batch in which sets of two sizes, of which none is the whole, can be compared with their rest."""
+        groups = self.world if self.world > 2 else 3 if self.world == 1 else 4
+        return groups * self.micro_batch if self.rounding == "whole" else groups
+
     def _quantum(self, batch: float) -> int:
         full = self.world * self.micro_batch
         if self.rounding == "none":
@@ -149,6 +165,10 @@ class BatchPlan:
         schedule: value of the learning-rate schedule, a multiplier of the configured rate.
         scales: what moves with the batch.
         drift: whether the gradient is compared with the optimizer's momentum, too.
+        by_kind: scales of the optimizers, by their kind, or of parameter groups, by their ``adabatch_kind``, that have
+            a rule of their own; ``scales`` are those of all others.
+        varied: whether the micro-batches are smaller than they need be, to learn what a step costs.
+        align: whether alignments are measured in this step.
     """
 
     step: int
@@ -161,6 +181,9 @@ class BatchPlan:
     schedule: float = 1.0
     scales: Scales = field(default_factory=Scales)
     drift: bool = False
+    by_kind: Mapping[str, Scales] = field(default_factory=dict)
+    varied: bool = False
+    align: bool = False
 
     @property
     def last_sample(self) -> int:
@@ -192,19 +215,23 @@ def split(
     limits: BatchLimits,
     measure: bool,
     drift: bool = False,
+    align: bool = False,
     schedule: float = 1.0,
     scales: Scales | None = None,
+    by_kind: Mapping[str, Scales] | None = None,
 ) -> BatchPlan:
     """Plan one step: split ``global_batch`` over the ranks and into micro-batches.
 
     A measured step needs two groups of samples to compare. When one rank would run everything in one micro-batch, the
-    window is split in two halves, unless micro-batches have to be whole.
+    window is split in two halves, unless micro-batches have to be whole. A step whose alignments are measured is split
+    in four or more, where it has as many samples, so that sets of several sizes can be compared.
     """
     largest_share = math.ceil(global_batch / limits.world)
     micro_batch = min(limits.micro_batch, largest_share)
-    alone = limits.world == 1 and micro_batch == global_batch and limits.rounding != "whole"
-    if measure and alone and global_batch > 1:
+    if measure and halved_alone(limits) and micro_batch == global_batch > 1:
         micro_batch = math.ceil(global_batch / 2)
+    if align and limits.rounding != "whole":
+        micro_batch = min(micro_batch, math.ceil(largest_share / _aligned_pieces(limits.world)))
     return BatchPlan(
         step=step,
         first_sample=first_sample,
@@ -216,6 +243,32 @@ def split(
         drift=drift,
         schedule=schedule,
         scales=scales or Scales(),
+        by_kind=by_kind or {},
+        align=align,
+    )
+
+
+def _aligned_pieces(world: int) -> int:
+    """Micro-batches of each rank that give sets of two sizes, and of a third where the rest of a set is mapped."""
+    return {1: 4, 2: 2}.get(world, 1)
+
+
+def halved_alone(limits: BatchLimits) -> bool:
+    """Whether a measured window that would be one micro-batch is split in two: the groups of one rank come so."""
+    return limits.world == 1 and limits.rounding != "whole"
+
+
+def varied(plan: BatchPlan, limits: BatchLimits) -> BatchPlan:
+    """The same samples in micro-batches of half the size, or in three or more where there was one micro-batch.
+
+    The plan itself where micro-batches cannot be smaller.
+    """
+    if plan.micro_batch == 1 or limits.rounding == "whole":
+        return plan
+    micro_batch = math.ceil(plan.micro_batch / 2) if plan.micro_batches > 1 else max(plan.micro_batch // 3, 1)
+    largest_share = math.ceil(plan.global_batch / plan.world)
+    return replace(
+        plan, micro_batch=micro_batch, micro_batches=math.ceil(largest_share / micro_batch), varied=True
     )
 
 

@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from adabatch.config import ConfigError, command, program
 from adabatch.config.bounds import rules
+from adabatch.policies import POLICIES
 
 Outcome = tuple[int, str, str]
 Call = Callable[..., Outcome]
@@ -115,7 +116,7 @@ def test_help_shows_every_setting_with_its_value_meaning_and_bounds(call: Call, 
                 assert len(line.split(maxsplit=1)) == 2 and f"({brief[key]})" in line if brief.get(key) else line
     assert "policy.stages=???" in lines["policy.stages"]
     assert lines["optimizer.lr"].split() == "optimizer.lr=0.001 at the reference batch ((0, inf))".split()
-    assert "\npolicy=fixed|observe|replay|stages|target_efficiency: " in out
+    assert f"\npolicy={'|'.join(sorted(POLICIES))}: " in out
     assert "\nmodel=gpt_medium|gpt_small|gpt_tiny: " in out
     assert call("--help", RANK=1) == (0, "", "")
 

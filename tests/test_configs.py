@@ -11,22 +11,38 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 from programs import nodes, refusal
 
-from adabatch.config import schema
+from adabatch.config import schema, simulation
 from adabatch.config.bounds import rules
 from adabatch.config.compose import config_folder, options, register
 from adabatch.config.usage import sentences
 from adabatch.gradients.preconditioned import VIEWS
+from adabatch.gradients.updates import UPDATES
 from adabatch.gradients.taps import KINDS
 from adabatch.loop import PRECISIONS
 from adabatch.policies import POLICIES
 
-FILES = sorted(path.relative_to(config_folder()) for path in config_folder().rglob("*.yaml"))
+EVERY_FILE = sorted(path.relative_to(config_folder()) for path in config_folder().rglob("*.yaml"))
+# What simulations alone are configured by has tests of its own.
+SIMULATED = ("simulate.yaml", "truth", "cluster")
+FILES = [path for path in EVERY_FILE if path.parts[0] not in SIMULATED]
 ROOTS = [path.stem for path in FILES if len(path.parts) == 1]
 OPTIONS = [(path.parts[0], path.stem) for path in FILES if len(path.parts) == 2]
 # What an option leaves to the user.
 NEEDS = {
     ("policy", "fixed"): {"policy.global_batch": "64"},
     ("policy", "step_price"): {"policy.price": "500"},
+    ("policy", "norm_test"): {"policy.tolerance": "0.5"},
+    ("policy", "inner_product_test"): {"policy.tolerance": "0.9"},
+    ("policy", "cosine_test"): {"policy.similarity": "0.3"},
+    ("policy", "loss_law"): {"policy.reference_batch": "64", "policy.reference_loss": "3.0"},
+    ("policy", "ramp"): {
+        "policy.first_batch": "16",
+        "policy.final_batch": "64",
+        "policy.increment": "16",
+        "policy.length": "10k",
+    },
+    ("policy", "seesaw"): {"policy.first_batch": "32"},
+    ("policy", "late_switch"): {"policy.first_batch": "32", "policy.final_batch": "96"},
     ("policy", "stages"): {"policy.stages": "0:16 1k:32"},
     ("policy", "replay"): {"policy.ledger": "runs/one"},
     ("data", "text"): {"data.path": "some.txt"},
@@ -65,7 +81,7 @@ def test_an_option_composes_into_typed_and_legal_values(root: str, group: str, o
     config = programs.composed(root, f"{group}={option}", *(f"{key}={value}" for key, value in needs.items()))
     assert [name for name, node in nodes(config) if not dataclasses.is_dataclass(OmegaConf.get_type(node))] == []
     if needs:
-        assert refusal(root, f"{group}={option}") == f"these values must be given: {', '.join(needs)}=..."
+        assert refusal(root, f"{group}={option}") == f"these values must be given: {'=..., '.join(sorted(needs))}=..."
 
 
 @pytest.mark.parametrize("root", ROOTS)
@@ -80,7 +96,7 @@ def test_an_experiment_changes_what_it_says() -> None:
 
 
 def test_every_file_says_what_it_is_for() -> None:
-    texts = {path: (config_folder() / path).read_text(encoding="utf-8") for path in FILES}
+    texts = {path: (config_folder() / path).read_text(encoding="utf-8") for path in EVERY_FILE}
     assert [path for path, text in texts.items() if not re.match(r"(# @package _global_\n)?# \w.{15,}\b", text)] == []
 
 
@@ -91,6 +107,10 @@ SCHEMAS: dict[str, type] = {
     found.__name__: found
     for found in [
         *(one for one in vars(schema).values() if dataclasses.is_dataclass(one) and isinstance(one, type)),
+        *(simulation.TRUTHS.values()),
+        simulation.CurveConfig,
+        simulation.ClusterConfig,
+        simulation.SimulationConfig,
         *(one for root in ROOTS for group in programs.load(root).SCHEMAS.values() for one in group.values()),
     ]
 }
@@ -108,9 +128,9 @@ def is_section(field: dataclasses.Field) -> bool:
 
 @pytest.mark.parametrize("one", SCHEMAS.values(), ids=SCHEMAS)
 def test_every_number_and_choice_has_bounds(one: type) -> None:
-    free = {"stages", "ledger", "forecast", "path", "pattern", "runs", "run_folder", "resume"}  # text that its user reads
+    free = {"stages", "ledger", "forecast", "path", "pattern", "runs", "run", "run_folder", "resume"}  # text that its user reads
     settings = [field for field in dataclasses.fields(one) if not is_section(field) and field.type != "bool"]
-    abstract = {"name"} if one is schema.OptimizerConfig else set()
+    abstract = {"name"} if one in (schema.OptimizerConfig, simulation.CurveConfig) else set()
     assert {field.name for field in settings} - set(rules(one)) - free - abstract == set()
 
 
@@ -118,7 +138,7 @@ def test_the_schemas_name_the_choices_that_the_parts_offer() -> None:
     assert set(schema.GROUPS["policy"]) == set(POLICIES)
     for one, name, valid in (
         (schema.NoiseConfig, "tap", KINDS),
-        (schema.NoiseConfig, "geometry", ("auto", "euclidean", *VIEWS, "norm_layers")),
+        (schema.NoiseConfig, "geometry", ("auto", "euclidean", *VIEWS, "norm_layers", *UPDATES)),
         (schema.RunConfig, "precision", PRECISIONS),
     ):
         assert rules(one)[name].brief == ", ".join(valid)
@@ -155,7 +175,7 @@ def test_a_typo_at_any_level_is_refused_with_the_valid_names_and_the_nearest(roo
         ("polcy=fixed", "there is no polcy. Did you mean policy?"),
         ("lr=0.1", "there is no lr. There is optimizer.lr."),
         ("policy.global_batch=32", "It belongs to policy=fixed."),
-        ("optimizer.momentum=0.5", "It belongs to optimizer=sgd."),
+        ("optimizer.momentum=0.5", "It belongs to optimizer=sgd and optimizer=muon."),
         ("limits.micr=4", "Did you mean limits.micro_batch?"),
         ("limits.micro_batch.x=4", "Valid names in limits.micro_batch: none"),
         ("model.layers.width=4", "there is no model.layers.width"),
@@ -168,11 +188,12 @@ def test_a_name_that_is_nowhere_or_elsewhere(override: str, words: str) -> None:
 
 def test_an_unknown_option_lists_those_of_the_group() -> None:
     assert refusal("lm", "policy=fixd") == (
-        "there is no policy=fixd. Did you mean fixed? Valid options: fixed, observe, replay, stages, step_price, target_efficiency, wall_clock"
+        "there is no policy=fixd. Did you mean fixed? Valid options: cabs, cosine_test, fixed, inner_product_test, "
+        "late_switch, loss_law, norm_test, observe, ramp, replay, seesaw, stages, step_price, target_efficiency, wall_clock"
     )
     assert refusal("lm", "experiment=nope").endswith("Valid options: quickstart")
     for value in ("null", "5", "{name: fixed}", "[fixed,observe]"):
-        assert "Valid options: fixed, observe" in refusal("lm", f"policy={value}")
+        assert "Valid options: cabs, cosine_test, fixed" in refusal("lm", f"policy={value}")
 
 
 def test_the_options_of_another_recipe_are_none() -> None:

@@ -23,14 +23,15 @@ ROWS = (
     ("progress",),
     ("plan", "ledger"),
     ("noise", "policies", "scaling", "schedules"),
-    ("guards", "verdicts", "slope", "alignment", "throughput"),
+    ("guards", "verdicts", "slope", "alignment", "throughput", "regression"),
     ("evidence",),
     ("controller",),
     ("distributed",),
-    ("gradients", "optimizers", "data"),
+    ("gradients", "optimizers", "data", "stopwatch"),
     ("checkpoint", "runlog", "report", "simulate"),
     ("loop",),
-    ("calibrate", "integrations", "config"),
+    ("calibrate",),
+    ("integrations", "config"),
     ("cli",),
 )
 ROW = {name: row for row, names in enumerate(ROWS) for name in names}
@@ -38,9 +39,12 @@ DECIDING = {name for name, row in ROW.items() if row <= ROW["controller"]}
 # These load torch when it is needed, and not when they are imported.
 NO_TORCH_AT_IMPORT = DECIDING | {"runlog", "report", "simulate", "cli", "config"}
 # Building the parts of a run is what needs torch; reading and checking a configuration does not.
-LOADS_TORCH_ANYWAY = {"adabatch.config.build", "adabatch.config.launching"}
-# A report reads what the run log has written, in the format that is defined there.
-SAME_ROW = {("report", "runlog")}
+LOADS_TORCH_ANYWAY = {
+    f"adabatch.config.{name}" for name in ("build", "launching", "live", "calibrating")
+}
+# A report reads what the run log has written, in the format that is defined there; a simulation reads it, too, and is
+# judged by the report's trade-off.
+SAME_ROW = {("report", "runlog"), ("simulate", "runlog"), ("simulate", "report")}
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,15 +37,13 @@ class Rule:
 
 def within(interval: str, default: Any) -> Any:
     """A number in ``interval``, such as ``"[0, 1)"`` or ``"(0, inf)"``."""
-    match = _INTERVAL.fullmatch(interval)
-    assert match, f"{interval!r} is no interval"
-    low, high = float(match[2]), float(match[3])
-    closed_low, closed_high = match[1] == "[", match[4] == "]"
+    return _ruled(default, Rule(f"in {interval}", _inside(interval), interval))
 
-    def accepts(value: float) -> bool:
-        return low < value < high or (closed_low and value == low) or (closed_high and value == high)
 
-    return _ruled(default, Rule(f"in {interval}", accepts, interval))
+def each_within(interval: str, default: list[Any]) -> Any:
+    """A list of numbers in ``interval``."""
+    inside, valid = _inside(interval), f"each in {interval}"
+    return _ruled(default, Rule(f"a list of numbers, {valid}", lambda values: all(map(inside, values)), valid))
 
 
 def one_of(default: Any, *others: Any) -> Any:
@@ -94,6 +92,15 @@ def matching(pattern: str, valid: str, default: str) -> Any:
     return _ruled(default, Rule(valid, lambda value: re.fullmatch(pattern, value) is not None))
 
 
+def each_matching(pattern: str, valid: str, default: list[str]) -> Any:
+    """A list of texts that ``pattern`` describes in full; ``valid`` says so in words."""
+
+    def accepts(values: Iterable[str]) -> bool:
+        return all(re.fullmatch(pattern, value) for value in values)
+
+    return _ruled(default, Rule(f"a list of {valid}", accepts, valid))
+
+
 def rules(schema: type) -> dict[str, Rule]:
     """The rules of a schema's fields, by name."""
     if not dataclasses.is_dataclass(schema):
@@ -118,6 +125,18 @@ def _ruled(default: Any, rule: Rule) -> Any:
     if isinstance(default, list):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def _inside(interval: str) -> Callable[[float], bool]:
+    match = _INTERVAL.fullmatch(interval)
+    assert match, f"{interval!r} is no interval"
+    low, high = float(match[2]), float(match[3])
+    closed_low, closed_high = match[1] == "[", match[4] == "]"
+
+    def accepts(value: float) -> bool:
+        return low < value < high or (closed_low and value == low) or (closed_high and value == high)
+
+    return accepts
 
 
 def _listed(choices: tuple[Any, ...]) -> str:

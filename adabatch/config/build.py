@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,31 +15,26 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from adabatch import data, distributed, gradients, optimizers
+from adabatch.alignment import AlignmentEstimator
 from adabatch.config.compose import ConfigError
+from adabatch.config.deciding import (
+    build_budget,
+    build_count,
+    build_damping,
+    build_policy,
+    build_scaling,
+    build_schedule,
+    first_batch,
+)
 from adabatch.controller import Budget, Controller
 from adabatch.data.structure import cut
-from adabatch.gradients import contaminants, geometry
-from adabatch.ledger import Ledger
+from adabatch.evidence import Estimator
+from adabatch.gradients import aligned, contaminants, geometry
+from adabatch.gradients.updates import UPDATES
 from adabatch.loop import LossFunction, Metrics, Settings, to_device
 from adabatch.noise import NoiseEstimator
+from adabatch.optimizers import Optimizers
 from adabatch.plan import BatchLimits, split
-from adabatch.policies import (
-    POLICIES,
-    Curve,
-    Damping,
-    Facts,
-    Fixed,
-    Observe,
-    Policy,
-    Replay,
-    Stages,
-    StepPrice,
-    TargetEfficiency,
-    WallClock,
-)
-from adabatch.progress import Progress, parse_count
-from adabatch.scaling import DEFAULT_RULES, Scaling
-from adabatch.schedules import Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +48,8 @@ class Task:
         loss: mean loss of a micro-batch and its weight.
         metrics: held-out metrics as sums and counts.
         tokens_per_sample: where samples have a fixed number of tokens.
+        hidden: names, as in ``fnmatch``, of the matrices inside the network, which Muon steps; ``None`` leaves the
+            choice to ``optimizers.hidden_matrices``.
     """
 
     model: nn.Module
@@ -61,6 +58,7 @@ class Task:
     loss: LossFunction
     metrics: Metrics
     tokens_per_sample: int | None = None
+    hidden: tuple[str, ...] | None = None
 
 
 class Assembly:
@@ -76,11 +74,14 @@ class Assembly:
         self.calibration = config.policy.get("calibration", 1.0)
         self.plain_model = task.model.to(world.device)
         self.model = wrap(self.plain_model, config, world)
-        self.optimizer = build_optimizer(config, self.plain_model)  # sharding has made the parameters anew
+        self.optimizer = build_optimizer(config, self.plain_model, task.hidden)  # sharding made parameters anew
         optimizers.prepare(self.optimizer)
-        self.reference_batch = config.scaling.reference_batch or self._first_batch()
+        self.reference_batch = config.scaling.reference_batch or first_batch(
+            self.policy, self.limits, config.limits.start_batch
+        )
         config.scaling.reference_batch = self.reference_batch
-        self.scaling = build_scaling(config, self.optimizer, self.reference_batch)
+        kinds = map(optimizers.kind, optimizers.each(self.optimizer))
+        self.scaling = {kind: build_scaling(config, kind, self.reference_batch) for kind in kinds}
         measured = build_views(config, self.model, self.optimizer)
         self.noise = build_noise(config, self.budget, task, measured.names)
         self.controller = Controller(
@@ -95,8 +96,10 @@ class Assembly:
             tokens_per_sample=task.tokens_per_sample,
             decide_every=config.noise.decide_every,
             measure_every=config.noise.measure_every,
+            align_every=config.noise.align_every,
             max_skipped=config.max_skipped,
             agree=distributed.agree,
+            slowest=distributed.largest,
         )
         self.tap = gradients.attach(
             self.model,
@@ -106,15 +109,20 @@ class Assembly:
             examples=measured.examples,
             sync=config.parallelism.get("sync"),
         )
+        self.aligned = gradients.AlignmentTaps(measured.aligned, self.optimizer, self.tap) if measured.aligned else None
 
     def describe(self) -> str:
         """What the run is made of, and its next step."""
         parameters = sum(p.numel() for p in self.plain_model.parameters() if p.requires_grad)
         return (
             f"{parameters:,} trainable parameters, {len(self.task.train_data):,} training samples; "
-            f"policy {self.policy.name}, scaling {self.scaling.rule}, reference batch {self.reference_batch}; "
+            f"policy {self.policy.name}, scaling {self._rules()}, reference batch {self.reference_batch}; "
             f"{self._next_step()}"
         )
+
+    def _rules(self) -> str:
+        rules = {kind: one.rule for kind, one in self.scaling.items()}
+        return rules.popitem()[1] if len(rules) == 1 else ", ".join(f"{kind} {rule}" for kind, rule in rules.items())
 
     def _next_step(self) -> str:
         if self.controller.done:
@@ -124,13 +132,6 @@ class Assembly:
             f"step {plan.step:,} with a global batch of {plan.global_batch} = {plan.world} ranks x "
             f"{plan.micro_batches} micro-batches of at most {plan.micro_batch}"
         )
-
-    def _first_batch(self) -> int:
-        wanted = self.policy.value(self.policy.init(), Facts(Progress(), batch=0))
-        if wanted is not None:
-            return int(wanted.batch)
-        return self.limits.require(self.config.limits.start_batch, "limits.start_batch")
-
 
 def build_limits(config: DictConfig, world: int, model: nn.Module) -> BatchLimits:
     """The limits; batch normalisation needs whole micro-batches, whose statistics the model is trained with."""
@@ -168,91 +169,48 @@ def require_mean(config: DictConfig, task: Task, world: distributed.World) -> No
         raise ConfigError(str(error)) from error
 
 
-def build_policy(config: DictConfig, budget: Budget) -> Policy:
-    """The policy by its registered name."""
-    policy = config.policy
-    builders: dict[str, Callable[[], Policy]] = {
-        "target_efficiency": lambda: _target_efficiency(policy, budget),
-        "wall_clock": lambda: WallClock(policy.calibration),
-        "step_price": lambda: StepPrice(policy.price, policy.calibration),
-        "fixed": lambda: Fixed(policy.global_batch),
-        "observe": lambda: Observe(),
-        "stages": lambda: Stages.parse(policy.stages, policy.unit),
-        "replay": lambda: Replay(Ledger.load(policy.ledger)),
-    }
-    assert set(builders) == set(POLICIES), "every registered policy can be configured"
-    try:
-        return builders[policy.name]()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"policy={policy.name}: {error}") from error
-
-
-def _target_efficiency(policy: DictConfig, budget: Budget) -> TargetEfficiency:
-    curve = Curve.from_ledger(Ledger.load(policy.forecast), policy.calibration) if policy.forecast else None
-    return TargetEfficiency(
-        policy.target_efficiency,
-        policy.calibration,
-        policy.repay,
-        allocation=policy.allocation,
-        cap=policy.cap,
-        horizon=budget.samples,
-        curve=curve,
-    )
-
-
-def build_budget(config: DictConfig) -> Budget:
-    budget = Budget(_count(config.stop.samples, "stop.samples"), _count(config.stop.tokens, "stop.tokens"))
-    if budget == Budget() and config.stop.seconds is None and config.stop.loss is None:
-        raise ConfigError("the run would never end: set stop.samples, stop.tokens, stop.seconds or stop.loss")
-    return budget
-
-
-def build_schedule(config: DictConfig, budget: Budget) -> Schedule:
-    schedule = config.lr_schedule
-    horizon = _count(schedule.horizon, "lr_schedule.horizon") or budget.samples or budget.tokens
-    return Schedule(
-        shape=schedule.shape,
-        horizon=horizon,
-        warmup=_warmup(schedule.warmup, horizon),
-        final=schedule.final,
-        decay_share=schedule.decay_share,
-        unit="tokens" if budget.samples is None and budget.tokens is not None else "samples",
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class Views:
-    """The lengths in which gradients are measured.
+    """The lengths in which gradients are measured, and the steps whose alignments are.
 
     Args:
         names: of all; decisions go by the first.
-        rulers: what measures those beside the Euclidean one.
+        rulers: what measures lengths beside the Euclidean one.
         examples: whether single examples are measured.
+        aligned: those of the names that are alignments.
     """
 
     names: tuple[str, ...]
     rulers: tuple[gradients.Instrument, ...]
     examples: bool
+    aligned: tuple[str, ...] = ()
 
 
-def build_views(config: DictConfig, model: nn.Module, optimizer: torch.optim.Optimizer) -> Views:
-    """The configured geometry first, then the Euclidean one, which costs nothing, and what was asked for beside."""
+def build_views(config: DictConfig, model: nn.Module, optimizer: Optimizers) -> Views:
+    """The configured geometry first, then the Euclidean one, which costs nothing, and what was asked for beside.
+
+    Where decisions go by Muon's alignments, what other optimizers train has a view of its own: the preconditioned length
+    of Adam's parameters, or that of each parameter group.
+    """
     noise = config.noise
     if not noise.enabled:
         return Views(("euclidean",), (), False)
     layout = gradients.survey(model)
-    first = geometry.suggested(optimizer, layout) if noise.geometry == "auto" else noise.geometry
-    wanted = dict.fromkeys((first, *noise.views))
-    rulers = geometry.rulers_for(
-        [name for name in wanted if name not in ("euclidean", "norm_layers")], optimizer, layout
-    )
+    quadratic = geometry.suggested(optimizer, layout)
+    first = (aligned.suggested(optimizer, layout) or quadratic) if noise.geometry == "auto" else noise.geometry
+    companions = len(optimizers.each(optimizer)) > 1 and first == "muon"
+    own = ("groups" if quadratic == "euclidean" else quadratic,) if companions else ()
+    wanted = dict.fromkeys((first, *own, *noise.views))
+    by_alignment = tuple(name for name in wanted if name in UPDATES)
+    lengths = [name for name in wanted if name not in ("euclidean", "norm_layers", *UPDATES)]
+    rulers = geometry.rulers_for(lengths, optimizer, layout)
     measured = [name for ruler in rulers for name in ruler.names]
     examples = "norm_layers" in wanted
-    names = dict.fromkeys((first, "euclidean", *measured, *(("norm_layers",) if examples else ())))
-    return Views(tuple(names), rulers, examples)
+    names = dict.fromkeys((first, "euclidean", *measured, *by_alignment, *(("norm_layers",) if examples else ())))
+    return Views(tuple(names), rulers, examples, by_alignment)
 
 
-def build_noise(config: DictConfig, budget: Budget, task: Task, views: tuple[str, ...]) -> list[NoiseEstimator] | None:
+def build_noise(config: DictConfig, budget: Budget, task: Task, views: tuple[str, ...]) -> list[Estimator] | None:
     """An estimator for each view; their memory is capped by the budget in samples where there is one."""
     noise = config.noise
     if not noise.enabled:
@@ -260,14 +218,15 @@ def build_noise(config: DictConfig, budget: Budget, task: Task, views: tuple[str
     horizon = budget.samples
     if horizon is None and budget.tokens is not None and task.tokens_per_sample:
         horizon = math.ceil(budget.tokens / task.tokens_per_sample)
+    common = {
+        "confidence": noise.confidence,
+        "horizon": horizon,
+        "dataset_size": len(task.train_data) if noise.finite_data else None,
+    }
     return [
-        NoiseEstimator(
-            relative_error=noise.relative_error,
-            confidence=noise.confidence,
-            horizon=horizon,
-            dataset_size=len(task.train_data) if noise.finite_data else None,
-            geometry=view,
-        )
+        AlignmentEstimator(geometry=view, **common)
+        if view in UPDATES
+        else NoiseEstimator(geometry=view, relative_error=noise.relative_error, **common)
         for view in views
     ]
 
@@ -275,8 +234,8 @@ def build_noise(config: DictConfig, budget: Budget, task: Task, views: tuple[str
 def build_settings(config: DictConfig) -> Settings:
     return Settings(
         log_every=config.logger.every,
-        evaluate_every=_count(config.evaluation.every, "evaluation.every"),
-        save_every=_count(config.checkpoint.every, "checkpoint.every"),
+        evaluate_every=build_count(config.evaluation.every, "evaluation.every"),
+        save_every=build_count(config.checkpoint.every, "checkpoint.every"),
         max_seconds=config.stop.seconds,
         target_loss=config.stop.loss,
         clip_norm=config.clip_norm,
@@ -284,54 +243,55 @@ def build_settings(config: DictConfig) -> Settings:
     )
 
 
-def build_damping(config: DictConfig, reference_batch: int) -> Damping:
-    """The gates; an unset dwell is the memory of the optimizer's slowest average, in samples."""
-    damping = config.damping
+def build_optimizer(config: DictConfig, model: nn.Module, hidden: Sequence[str] | None = None) -> Optimizers:
+    """The optimizer by name, or several; ``hidden`` are patterns of the matrices that Muon steps.
+
+    Raises:
+        ConfigError: for settings that contradict one another, and where there is no matrix for Muon.
+    """
     optimizer = config.optimizer
-    slowest = optimizer.beta2 if optimizer.name == "adamw" else optimizer.momentum
-    dwell = damping.dwell if damping.dwell is not None else math.ceil(reference_batch / (1 - slowest))
-    return Damping(
-        dwell=dwell,
-        warmup_guard=damping.warmup_guard,
-        monotone=damping.monotone,
-        interval_gate=damping.interval_gate,
-        growth=damping.growth,
-        dead_band=damping.dead_band,
-    )
-
-
-def build_scaling(config: DictConfig, optimizer: torch.optim.Optimizer, reference_batch: int) -> Scaling:
-    scaling = config.scaling
-    kind = optimizers.kind(optimizer)
-    rule = DEFAULT_RULES[kind] if scaling.rule == "auto" else scaling.rule
-    adam = kind == "adam"
-    return Scaling(
-        rule=rule,
-        reference_batch=reference_batch,
-        exponent=scaling.exponent,
-        beta1=scaling.beta1 and adam,
-        beta2=scaling.beta2 and adam,
-        eps=scaling.eps and adam,
-        weight_decay=scaling.weight_decay,
-        clip=scaling.clip,
-    )
-
-
-def build_optimizer(config: DictConfig, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer by name; matrices decay, vectors and scalars do not."""
-    optimizer = config.optimizer
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if optimizer.name == "adamw":
+        return _adamw(optimizer, list(trainable.values()))
     if optimizer.name == "sgd":
         if optimizer.nesterov and not optimizer.momentum:
             raise ConfigError("optimizer.nesterov=true needs an optimizer.momentum above 0")
         return torch.optim.SGD(
-            trainable,
+            trainable.values(),
             lr=optimizer.lr,
             momentum=optimizer.momentum,
             nesterov=optimizer.nesterov,
             weight_decay=optimizer.weight_decay,
             fused=True,
         )
+    names = _muons(model, hidden)
+    muon = torch.optim.Muon(
+        [trainable.pop(name) for name in names],
+        lr=optimizer.lr,
+        momentum=optimizer.momentum,
+        nesterov=optimizer.nesterov,
+        weight_decay=optimizer.weight_decay,
+        ns_steps=optimizer.ns_steps,
+        adjust_lr_fn=optimizer.adjust,
+    )
+    return [muon, _adamw(optimizer.adamw, list(trainable.values()))] if trainable else muon
+
+
+def _muons(model: nn.Module, hidden: Sequence[str] | None) -> list[str]:
+    try:
+        names = optimizers.hidden_matrices(model, hidden)
+    except ValueError as error:
+        raise ConfigError(f"optimizer=muon: the recipe's Task(hidden=...): {error}") from error
+    if not names:
+        raise ConfigError(
+            "optimizer=muon: the model has no matrix between two hidden layers (a two-dimensional parameter that is "
+            "neither an embedding's nor the output layer's); name some in Task(hidden=...), or use optimizer=adamw"
+        )
+    return names
+
+
+def _adamw(optimizer: DictConfig, trainable: Sequence[nn.Parameter]) -> torch.optim.AdamW:
+    """Matrices decay, vectors and scalars do not."""
     groups = [
         {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": optimizer.weight_decay},
         {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
@@ -374,22 +334,3 @@ def shard(model: nn.Module, world: distributed.World, replicas: int) -> nn.Modul
     for block in blocks:
         fully_shard(block, mesh=mesh)
     return fully_shard(model, mesh=mesh)
-
-
-def _warmup(text: str, horizon: int | None) -> int:
-    """A count, or a share of the horizon."""
-    if not text.endswith("%"):
-        return _count(text, "lr_schedule.warmup") or 0
-    if horizon is None:
-        raise ConfigError(
-            f"lr_schedule.warmup={text} is a share of a horizon, and none is known: set stop.samples, stop.tokens or "
-            f"lr_schedule.horizon, or give the warm-up as a count"
-        )
-    return round(float(text[:-1]) / 100 * horizon)
-
-
-def _count(text: str | None, name: str) -> int | None:
-    try:
-        return None if text is None else parse_count(text)
-    except ValueError as error:
-        raise ConfigError(f"{name}: {error}") from None

@@ -53,11 +53,11 @@ def config_folder() -> Path:
     raise ConfigError(f"the configuration groups are missing beside {package}; reinstall adabatch")
 
 
-def register(config: str, schemas: Mapping[str, Mapping[str, type]]) -> None:
-    """Make the typed schemas known to Hydra: the run's, and those of a recipe's own groups, in place of another's."""
+def register(config: str, schemas: Mapping[str, Mapping[str, type]], whole: type = RunConfig) -> None:
+    """Make the typed schemas known to Hydra: the ``whole``, and those of its own groups, in place of another's."""
     store = ConfigStore.instance()
     store.repo.pop("schema", None)
-    store.store(group="schema", name=config, node=RunConfig, package="_global_")
+    store.store(group="schema", name=config, node=whole, package="_global_")
     for groups in (GROUPS, schemas):
         for group, entries in groups.items():
             for name, schema in entries.items():

@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 
 from adabatch import distributed
 from adabatch.config.compose import ConfigError
-from adabatch.config.resume import LAUNCHES
+from adabatch.config.resume import LAUNCHES, LOCK
 
 
 def claim(config: DictConfig) -> tuple[Path, IO[str] | None]:
@@ -45,7 +45,7 @@ def claim(config: DictConfig) -> tuple[Path, IO[str] | None]:
 
 
 def _lock(folder: Path) -> IO[str]:
-    file = open(folder / "lock", "a+", encoding="utf-8")
+    file = open(folder / LOCK, "a+", encoding="utf-8")
     try:
         # The process's own, not the open file's: data workers inherit that, and may outlive a killed rank by seconds.
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

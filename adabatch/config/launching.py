@@ -17,9 +17,10 @@ from omegaconf import DictConfig
 from adabatch import data, distributed, optimizers
 from adabatch.checkpoint import CheckpointError, Checkpoints
 from adabatch.checkpoint import rng as random_states
-from adabatch.config import folders
+from adabatch.config import calibrating, curvature, folders
 from adabatch.config.build import Assembly, Task, require_mean
 from adabatch.config.compose import ConfigError, plain
+from adabatch.config.live import LiveControl
 from adabatch.config.resume import Change, as_records, changes_since, resumed, save_snapshot, to_text
 from adabatch.controller import TooManySkipped
 from adabatch.ledger import Decision, Ledger
@@ -35,7 +36,7 @@ _MEASURE_ONLY = ("fixed", "observe")
 def launch(
     config: DictConfig, arguments: Sequence[str], *, name: str, make_task: Callable[[DictConfig], Task]
 ) -> int:
-    """Run ``config``: train, or validate it; returns the exit status.
+    """Run ``config``: train, validate it, diagnose a checkpoint or calibrate at some (``job``); returns the exit status.
 
     Args:
         config: the composed configuration.
@@ -52,6 +53,8 @@ def launch(
         torch.set_num_threads(config.threads)
     with ExitStack() as closing:
         with _refusals():
+            if config.job == "curvature":
+                curvature.require_one_process(config)
             world = distributed.start(
                 device=config.device,
                 backend=config.parallelism.backend,
@@ -60,11 +63,17 @@ def launch(
             closing.callback(distributed.stop)
             torch.manual_seed(config.seed)
             task = _on_every_rank(world, lambda: make_task(config))
+            if config.job == "curvature":
+                curvature.report(config, curvature.diagnose(config, task, world))
+                return 0
         require_mean(config, task, world)  # an error within the recipe's loss is none of the configuration
         with _refusals():
             run = Assembly(config, task, world)
             if config.job == "validate":
                 _validate(run)
+                return 0
+            if config.job == "calibrate":
+                calibrating.report(run, lambda *where: _restore(run, *where))
                 return 0
             # The same parameters on every rank, but not the same dropout.
             random_states.seed_all(random_states.derive(config.seed, world.rank, 0))
@@ -113,7 +122,7 @@ def _open(run: Assembly, name: str, overrides: list[str], closing: ExitStack) ->
     distributed.barrier()  # nobody looks for a checkpoint before that is done
     fingerprint = data.fingerprint(run.task.train_data)
     trainer = _trainer(run, folder, checkpoints, fingerprint, resumed=config.resume is not None)
-    for part in (trainer.stream, trainer.tap, trainer.log):
+    for part in (trainer.stream, trainer.tap, *([trainer.aligned] if trainer.aligned else []), trainer.log):
         closing.enter_context(part)
     changes: list[Change] = []
     decisions: list[Decision] = []
@@ -129,6 +138,7 @@ def _open(run: Assembly, name: str, overrides: list[str], closing: ExitStack) ->
             "world": world.size,
         }
         save_snapshot(folder, plain(config), launch)
+    trainer.control = LiveControl(name, folder, config)
     _announce(run, trainer, changes, decisions, overrides)
     return trainer, folder
 
@@ -184,6 +194,7 @@ def _trainer(
         held_out=HeldOut(run.task.held_out, run.task.metrics, config.evaluation.samples, config.limits.micro_batch),
         extra={"data": fingerprint, "run": {"world": world.size, "config": to_text(plain(config))}},
         calibration=run.calibration,
+        aligned=run.aligned,
         scaler=torch.amp.GradScaler(world.device.type) if config.precision == "fp16" else None,
     )
 
@@ -204,15 +215,15 @@ def _latest(checkpoints: Checkpoints) -> Path:
 
 
 def _restore(
-    run: Assembly, checkpoints: Checkpoints, fingerprint: dict[str, Any]
+    run: Assembly, checkpoints: Checkpoints, fingerprint: dict[str, Any], path: Path | None = None
 ) -> tuple[dict[str, Any], list[Change], list[Decision]]:
-    """Bring every part to the latest checkpoint.
+    """Bring every part to a checkpoint, by default the latest.
 
     Returns:
         The state of the loop; what changes from there on, the number of ranks included; and the change of batch that
         comes of it.
     """
-    path = _latest(checkpoints)
+    path = _latest(checkpoints) if path is None else path
     data.check_fingerprint(checkpoints.read_extra(path)["data"], fingerprint)
     configured = optimizers.bases(run.optimizer)
     extra = checkpoints.load(path, model=run.plain_model, optimizer=run.optimizer)

@@ -20,12 +20,13 @@ from adabatch.config.schema import GROUPS
 
 SNAPSHOT = "config.yaml"
 LAUNCHES = "launches.json"
+LOCK = "lock"
 
 # Another data set, order or model would make the checkpoint mean something else; seed and first batch had their effect.
 FIXED_GROUPS = ("data.", "model.")
 FIXED_KEYS = ("order_seed", "optimizer.name", "seed", "limits.start_batch")
 # Where a launch runs and what it is asked to do are not part of the run.
-LAUNCH_KEYS = ("resume", "run_folder", "runs", "name", "job", "device", "threads", "workers")
+LAUNCH_KEYS = ("resume", "run_folder", "runs", "name", "job", "curvature", "calibrate", "device", "threads", "workers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +47,9 @@ def save_snapshot(folder: Path, config: Mapping[str, Any], launch: Mapping[str, 
     snapshot = folder / SNAPSHOT
     launches = read_launches(folder) if (folder / LAUNCHES).exists() else []
     if snapshot.exists():
-        _replace(folder / f"config.{len(launches)}.yaml", snapshot.read_text(encoding="utf-8"))
-    _replace(snapshot, to_text(config))
-    _replace(folder / LAUNCHES, json.dumps([*launches, dict(launch)], indent=2) + "\n")
+        write_whole(folder / f"config.{len(launches)}.yaml", snapshot.read_text(encoding="utf-8"))
+    write_whole(snapshot, to_text(config))
+    write_whole(folder / LAUNCHES, json.dumps([*launches, dict(launch)], indent=2) + "\n")
 
 
 def to_text(config: Mapping[str, Any]) -> str:
@@ -56,8 +57,8 @@ def to_text(config: Mapping[str, Any]) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(dict(config)))
 
 
-def _replace(path: Path, text: str) -> None:
-    """Write a file as a whole or not at all."""
+def write_whole(path: Path, text: str) -> None:
+    """Write a file as a whole or not at all: a reader sees the old one or the new one, never a part."""
     aside = path.with_name(f".{path.name}.new")
     aside.write_text(text, encoding="utf-8")
     os.replace(aside, path)
@@ -136,7 +137,7 @@ def _is_under(key: str, roots: Collection[str]) -> bool:
 
 def list_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
     """The keys whose values differ, those of the launch itself left out."""
-    keys = [key for key in sorted({*old, *new}) if key not in LAUNCH_KEYS]
+    keys = [key for key in sorted({*old, *new}) if not _is_under(key, LAUNCH_KEYS)]
     return [Change(key, old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)]
 
 

@@ -12,7 +12,17 @@ from typing import Any, Optional
 
 from omegaconf import MISSING
 
-from adabatch.config.bounds import counted, counted_or_share, matching, one_of, some_of, tag, within
+from adabatch.config.bounds import (
+    counted,
+    counted_or_share,
+    each_matching,
+    each_within,
+    matching,
+    one_of,
+    some_of,
+    tag,
+    within,
+)
 from adabatch.plan import ROUNDINGS
 from adabatch.policies.efficiency import ALLOCATIONS
 from adabatch.runlog import LOGGERS
@@ -20,9 +30,12 @@ from adabatch.scaling import RULES
 from adabatch.schedules import SHAPES
 
 
-# The gradient's lengths by name; a test compares them with those that ``gradients.geometry`` knows.
-GEOMETRIES = ("auto", "euclidean", "adam", "adam_sqrt", "norm_layers")
-VIEWS = ("euclidean", "adam", "adam_sqrt", "norm_layers", "layers", "groups")
+# The gradient's lengths by name, and the steps whose alignments are measured instead; a test compares them with those
+# that ``gradients`` knows.
+ALIGNED = ("sign", "muon")
+GEOMETRIES = ("auto", "euclidean", "adam", "adam_sqrt", "norm_layers", *ALIGNED)
+CALIBRATED = ("euclidean", "adam", "adam_sqrt", "sign")
+VIEWS = ("euclidean", "adam", "adam_sqrt", "norm_layers", "layers", "groups", *ALIGNED)
 
 
 @dataclass
@@ -80,6 +93,80 @@ class StagesConfig:
 
 
 @dataclass
+class NormTestConfig:
+    """``policy=norm_test``: the batch at which noise is at most a share of the gradient."""
+
+    name: str = tag("norm_test")  # marks the policy
+    tolerance: float = within("(0, 1)", MISSING)  # noise over gradient, eta; its square is the data efficiency
+
+
+@dataclass
+class InnerProductTestConfig:
+    """``policy=inner_product_test``: the batch at which noise along the gradient is surely at most a share of it."""
+
+    name: str = tag("inner_product_test")  # marks the policy
+    tolerance: float = within("(0, 1)", MISSING)  # noise along the gradient over the gradient, theta
+
+
+@dataclass
+class CosineTestConfig:
+    """``policy=cosine_test``: the batch whose two halves have gradients of a given cosine."""
+
+    name: str = tag("cosine_test")  # marks the policy
+    similarity: float = within("(0, 1)", MISSING)  # cosine c aimed for; the data efficiency is (1-c)/(1+c)
+
+
+@dataclass
+class CabsConfig:
+    """``policy=cabs``: the batch that goes with the learning rate, by noise over loss; needs scaling=none."""
+
+    name: str = tag("cabs")  # marks the policy
+
+
+@dataclass
+class LossLawConfig:
+    """``policy=loss_law``: a critical batch that is a power of the training loss."""
+
+    name: str = tag("loss_law")  # marks the policy
+    reference_batch: int = within("[1, inf)", MISSING)  # samples wanted at the reference loss
+    reference_loss: float = within("(0, inf)", MISSING)  # in the unit of the training loss
+    exponent: float = within("(0, inf)", 4.76)  # (reference_loss / loss) ^ exponent
+
+
+@dataclass
+class RampConfig:
+    """``policy=ramp``: from one batch to another in equal increments, as Megatron-LM's batch ramp."""
+
+    name: str = tag("ramp")  # marks the policy
+    first_batch: int = within("[1, inf)", MISSING)  # samples of the first step
+    final_batch: int = within("[1, inf)", MISSING)  # samples of a step from the end of the ramp on
+    increment: int = within("[1, inf)", MISSING)  # samples by which the batch grows each time
+    length: str = counted(1, MISSING)  # of the whole ramp, such as 50M
+    unit: str = one_of("samples", "tokens")  # what the length counts
+
+
+@dataclass
+class SeesawConfig:
+    """``policy=seesaw``: the batch rises where the learning-rate schedule falls; for scaling=sqrt."""
+
+    name: str = tag("seesaw")  # marks the policy
+    first_batch: int = within("[1, inf)", MISSING)  # samples of a step at the peak of the learning rate
+    cap: float = within("(1, inf)", 16.0)  # largest batch over the first one; the critical batch is the place for it
+    factor: Optional[float] = within("(1, inf)", None)  # the batch moves by powers of it; null: as the ranks can
+
+
+@dataclass
+class LateSwitchConfig:
+    """``policy=late_switch``: one batch for most of the run, another for the rest."""
+
+    name: str = tag("late_switch")  # marks the policy
+    first_batch: int = within("[1, inf)", MISSING)  # samples of a step up to the switch
+    final_batch: int = within("[1, inf)", MISSING)  # samples of a step from there on
+    at: str = counted_or_share("75%")  # where that is: a count, or a share of stop.samples (stop.tokens)
+    unit: str = one_of("samples", "tokens")  # what is counted
+
+
+@dataclass
 class ReplayConfig:
     """``policy=replay``: a recorded or edited ledger, batch by batch."""
 
@@ -97,6 +184,7 @@ class DampingConfig:
     growth: float = within("[1.5, inf)", 2.0)  # largest factor of one decision
     dead_band: float = within("[1, inf)", 1.2)  # changes by less than this factor are not made
     monotone: bool = False  # never shrink
+    rollback: bool = False  # undo a change after which the training loss regresses beyond its interval
 
 
 @dataclass
@@ -112,6 +200,7 @@ class NoiseConfig:
     finite_data: bool = True  # correct for sampling a finite data set without replacement
     require_mean: bool = True  # refuse a loss that is no mean over independent samples, by a look at one micro-batch
     measure_every: int = within("[1, inf)", 1)  # steps between two measured ones
+    align_every: int = within("[1, inf)", 8)  # sign and muon: steps between two whose alignments are measured
     decide_every: int = within("[1, inf)", 16)  # steps between two decisions
 
 
@@ -168,6 +257,20 @@ class SgdConfig(OptimizerConfig):
     momentum: float = within("[0, 1)", 0.9)  # stays the same at every batch
     nesterov: bool = False  # look ahead along the momentum
     weight_decay: float = within("[0, inf)", 0.0)  # added to the gradient, as torch.optim.SGD does
+
+
+@dataclass
+class MuonConfig(OptimizerConfig):
+    """``optimizer=muon``: Muon for the matrices inside the network, AdamW for all else."""
+
+    name: str = tag("muon")  # marks the optimizer
+    lr: float = within("(0, inf)", 1e-3)  # of Muon, at the reference batch
+    momentum: float = within("[0, 1)", 0.95)  # of Muon, the same at every batch
+    nesterov: bool = True  # look ahead along the momentum
+    weight_decay: float = within("[0, inf)", 0.1)  # of Muon, at the reference batch
+    adjust: str = one_of("match_rms_adamw", "original")  # steps as long as AdamW's at the same rate, or by shape alone
+    ns_steps: int = within("[1, 99]", 5)  # Newton-Schulz iterations that orthogonalise a step
+    adamw: AdamWConfig = field(default_factory=AdamWConfig)
 
 
 @dataclass
@@ -247,6 +350,27 @@ class CurvatureConfig:
 
 
 @dataclass
+class CalibrateConfig:
+    """The measured critical batch of checkpoints, for ``job=calibrate``; a run itself is not touched by it."""
+
+    steps: list[str] = each_matching(  # of the checkpoints: numbers, early, middle, late (of those that are there)
+        r"\d+|early|middle|late", "steps of checkpoints, or early, middle, late", ["late"]
+    )
+    multiples: list[float] = each_within("(0, inf)", [0.25, 1.0, 4.0, 16.0])  # of the present batch, to compare
+    batches: list[int] = each_within("[1, inf)", [])  # global batches to compare in their place
+    samples: int = within("[64, inf)", 8192)  # of each branch
+    pairs: int = within("[2, 64]", 4)  # sets of branches over the same samples; intervals are over these
+    halvings: int = within("[1, 12]", 5)  # how often the samples of the smallest batch are halved
+    cooldown: float = within("(0, 1]", 0.3)  # last share of a branch over which its learning rate falls to 0
+    widest: float = within("[1, 16]", 4.0)  # octaves by which a learning rate may differ from where its search begins
+    held_out: int = within("[1, inf)", 1024)  # held-out samples at the end of each branch, always the same ones
+    noise_samples: int = within("[64, inf)", 8192)  # over which the noise scales are measured
+    geometries: list[str] = some_of(CALIBRATED, list(CALIBRATED))  # in which they are, where the optimizer has them
+    confidence: float = within("(0, 1)", 0.95)  # of all intervals
+    json: bool = False  # print JSON data
+
+
+@dataclass
 class RunConfig:
     """A whole run; recipes add their ``model`` and ``data``."""
 
@@ -265,6 +389,7 @@ class RunConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     curvature: CurvatureConfig = field(default_factory=CurvatureConfig)
+    calibrate: CalibrateConfig = field(default_factory=CalibrateConfig)
     seed: int = within("[0, 1e18]", 0)  # of the parameters, and of dropout
     order_seed: int = within("[0, 1e18]", 0)  # of the sample order
     precision: str = one_of("fp32", "bf16", "fp16")  # of forward and backward; parameters stay in fp32
@@ -278,7 +403,7 @@ class RunConfig:
     runs: str = "runs"  # where run folders are made
     run_folder: Optional[str] = None  # this folder instead of a new one under ``runs``
     resume: Optional[str] = None  # a run folder to go on from
-    job: str = one_of("train", "validate", "curvature")  # validate: build all, take no step; curvature: diagnose
+    job: str = one_of("train", "validate", "curvature", "calibrate")  # validate: build all; others: at a checkpoint
 
 
 GROUPS: dict[str, dict[str, type]] = {
@@ -286,6 +411,14 @@ GROUPS: dict[str, dict[str, type]] = {
         "target_efficiency": TargetEfficiencyConfig,
         "wall_clock": WallClockConfig,
         "step_price": StepPriceConfig,
+        "norm_test": NormTestConfig,
+        "inner_product_test": InnerProductTestConfig,
+        "cosine_test": CosineTestConfig,
+        "cabs": CabsConfig,
+        "loss_law": LossLawConfig,
+        "ramp": RampConfig,
+        "seesaw": SeesawConfig,
+        "late_switch": LateSwitchConfig,
         "fixed": FixedConfig,
         "observe": ObserveConfig,
         "stages": StagesConfig,
@@ -295,8 +428,9 @@ GROUPS: dict[str, dict[str, type]] = {
     "noise": {"noise": NoiseConfig},
     "scaling": {"scaling": ScalingConfig},
     "limits": {"limits": LimitsConfig},
-    "optimizer": {"adamw": AdamWConfig, "sgd": SgdConfig},
+    "optimizer": {"adamw": AdamWConfig, "sgd": SgdConfig, "muon": MuonConfig},
     "lr_schedule": {"lr_schedule": ScheduleConfig},
     "parallelism": {"ddp": ParallelismConfig, "fsdp": FsdpConfig},
     "logger": {"logger": LoggerConfig},
+    "calibrate": {"calibrate": CalibrateConfig},
 }

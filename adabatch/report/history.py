@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -11,7 +11,7 @@ from typing import Any
 from adabatch.plan import data_efficiency, samples_in
 from adabatch.runlog import Metrics, text
 from adabatch.runlog.reader import Record
-from adabatch.throughput import StepTime, fit_step_time
+from adabatch.throughput import Observation, StepTime, fit, typical
 
 MIN_TIMED = 3  # intervals behind a median step time
 
@@ -40,7 +40,10 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Step times of one shape: the median and quartiles in seconds per step, over ``intervals`` between records."""
+    """Step times of one shape: the median and quartiles in seconds per step, over ``intervals`` between records.
+
+    ``variance`` is that of the median.
+    """
 
     shape: Shape
     median: float
@@ -48,6 +51,7 @@ class Timing:
     high: float
     intervals: int
     steps: int
+    variance: float
 
     @property
     def samples_per_second(self) -> float:
@@ -67,6 +71,17 @@ def changes(metrics: Metrics) -> list[Record]:
 
 def is_change(decision: Record) -> bool:
     return bool(decision.get("changed", decision.get("previous") != decision.get("batch")))
+
+
+def taken_controls(metrics: Metrics) -> list[Record]:
+    """The requests to the running job that changed something."""
+    return [record for record in metrics.controls if record.get("outcome") == "taken" and record.get("changes")]
+
+
+def latest_control(metrics: Metrics) -> Record | None:
+    """The last change of the running job that no later launch stands above."""
+    started = (metrics.start or {}).get("step", 0)
+    return next((record for record in reversed(taken_controls(metrics)) if record["step"] > started), None)
 
 
 def start_batch(metrics: Metrics) -> int | None:
@@ -166,8 +181,9 @@ def timings(metrics: Metrics) -> list[Timing]:
 
 def _timing(shape: Shape, values: list[tuple[float, int]]) -> Timing:
     seconds = sorted(value for value, _ in values)
-    low, median, high = seconds[len(seconds) // 4], statistics.median(seconds), seconds[(3 * len(seconds)) // 4]
-    return Timing(shape, median, low, high, len(seconds), sum(steps for _, steps in values))
+    median, variance = typical(seconds)
+    low, high = seconds[len(seconds) // 4], seconds[(3 * len(seconds)) // 4]
+    return Timing(shape, median, low, high, len(seconds), sum(steps for _, steps in values), variance)
 
 
 def _timed_intervals(metrics: Metrics) -> Iterator[tuple[Shape, int, float]]:
@@ -184,24 +200,36 @@ def _timed_intervals(metrics: Metrics) -> Iterator[tuple[Shape, int, float]]:
             yield shape, steps, seconds
 
 
-def step_time_model(measured: list[Timing]) -> tuple[StepTime, int] | None:
-    """Fixed and per-micro-batch seconds of a step, and the size of the micro-batches that they are about.
+def step_time_model(metrics: Metrics, measured: list[Timing]) -> tuple[StepTime, int] | None:
+    """What a step costs on the largest number of ranks with step times, and the size of a full micro-batch there.
 
-    Only full micro-batches on the largest number of ranks with step times are compared: a smaller micro-batch is
-    another amount of work, not another count. ``None`` when that leaves fewer than two counts, or when the costs
-    cannot be told apart because the step time does not rise with the count.
+    As the run itself found, which saw the times inside of its steps, or else by the same law from the step times in its
+    records. ``None`` when the fixed cost cannot be told from that of a micro-batch.
     """
     usable = [timing for timing in measured if timing.intervals >= MIN_TIMED]
     if not usable:
         return None
     world = max(usable, key=lambda timing: timing.steps).shape.world
-    micro_batch = max(timing.shape.micro_batch for timing in usable if timing.shape.world == world)
-    model = fit_step_time(
-        (timing.shape.micro_batches, timing.steps, timing.median * timing.steps)
-        for timing in usable
-        if (timing.shape.world, timing.shape.micro_batch) == (world, micro_batch)
-    )
-    return (model, micro_batch) if model is not None and model.per_micro_batch > 0 else None
+    there = [timing for timing in usable if timing.shape.world == world]
+    micro_batch = max(timing.shape.micro_batch for timing in there)
+    found = fit(map(_observation, there), micro_batch)
+    fitted = found.step_time if found is not None and found.price(world).resolved else None
+    model = _recorded_step_time(metrics, world) or fitted
+    return (model, micro_batch) if model is not None else None
+
+
+def _recorded_step_time(metrics: Metrics, world: int) -> StepTime | None:
+    """The last step time that the run told on ``world`` ranks, when it could tell the fixed cost."""
+    known = [record.get("step_time") for record in metrics.steps if record.get("world") == world]
+    told = next((one for one in reversed(known) if one), None)
+    if told is None or told.get("price_high") is None:
+        return None
+    return StepTime(told["fixed"], told["per_micro_batch"], told["per_sample"])
+
+
+def _observation(timing: Timing) -> Observation:
+    samples = math.ceil(timing.shape.global_batch / timing.shape.world)
+    return Observation(timing.median, timing.variance, 1, timing.shape.micro_batches, samples)
 
 
 def efficiency_of(record: Record) -> float | None:

@@ -58,6 +58,7 @@ def _page(metrics: Metrics) -> str:
         _decisions(metrics),
         _schedule(metrics),
         _resumes(metrics),
+        _controls(metrics),
         _configuration(metrics),
     )
     head = element(
@@ -173,7 +174,8 @@ def _which_batch(metrics: Metrics) -> Markup | None:
     except NotMeasured:
         return None
     head = tuple(title.strip().replace("\n", " ") for title in recommend_text.CHOICE_COLUMNS)
-    words = [*recommend_text.measured(advice)[:2], *recommend_text.costs(advice)]  # the efficiency stands above
+    now, over, _, *others = recommend_text.measured(advice)  # the efficiency stands above
+    words = [now, over, *others, *recommend_text.costs(advice)]
     return joined(
         element("h2", "Which batch?"),
         element("ul", *(element("li", _unbroken(sentence)) for sentence in words), class_="words"),
@@ -273,18 +275,37 @@ def _resumes(metrics: Metrics) -> Markup | None:
     parts: list[Markup] = [element("h2", "Resumes")]
     for record in metrics.resumes:
         where = f"From step {_count(record.get('from_step') or record['step'])}, {_count(record['samples'])} samples"
-        changes = [change for change in record.get("changes") or [] if isinstance(change, Mapping)]
-        rows = [
-            (change.get("key"), _value(change.get("old")), _value(change.get("new")), change.get("outcome", "applied"))
-            for change in changes
-        ]
-        parts.append(element("p", where + ("." if rows else "; the configuration was the same.")))
-        parts += (
-            [_table(("setting", "before", "from here on", "outcome"), rows, strong=0, left=(3,), kind="settings")]
-            if rows
-            else []
-        )
+        changes = _changes(record)
+        parts.append(element("p", where + ("." if changes else "; the configuration was the same.")))
+        parts += [changes] if changes else []
     return joined(*parts)
+
+
+def _controls(metrics: Metrics) -> Markup | None:
+    """What the run was asked to change while it ran, and what came of it."""
+    if not metrics.controls:
+        return None
+    parts: list[Markup] = [element("h2", "Changed while it ran")]
+    for record in metrics.controls:
+        changes = _changes(record)
+        outcome = "taken" if changes else "taken, though all of it was so already"
+        if record.get("outcome") != "taken":
+            outcome = f"refused: {record.get('reason')}"
+        where = f"At step {_count(record['step'])}, {_count(record['samples'])} samples"
+        parts.append(element("p", f"{where}, a request was {outcome}."))
+        parts += [changes] if changes else []
+    return joined(*parts)
+
+
+def _changes(record: Mapping[str, Any]) -> Markup | None:
+    """A table of the settings that changed."""
+    changes = [change for change in record.get("changes") or [] if isinstance(change, Mapping)]
+    rows = [
+        (change.get("key"), _value(change.get("old")), _value(change.get("new")), change.get("outcome", "applied"))
+        for change in changes
+    ]
+    head = ("setting", "before", "from here on", "outcome")
+    return _table(head, rows, strong=0, left=(3,), kind="settings") if rows else None
 
 
 def _configuration(metrics: Metrics) -> Markup | None:

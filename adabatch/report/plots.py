@@ -193,7 +193,7 @@ def _efficiency(metrics: Metrics, facts: dict[str, Any]) -> Plot | None:
 
 def _step_time(metrics: Metrics) -> Plot | None:
     measured = [timing for timing in history.timings(metrics) if timing.intervals >= history.MIN_TIMED]
-    fitted = history.step_time_model(measured)
+    fitted = history.step_time_model(metrics, measured)
     if len({timing.shape.micro_batches for timing in measured}) < 2:
         return None
     model, full = fitted if fitted else (None, max(timing.shape.micro_batch for timing in measured))
@@ -206,7 +206,7 @@ def _step_time(metrics: Metrics) -> Plot | None:
             axes.errorbar(x, timing.median, yerr=spread, fmt="o", color=COLOURS["batch"], mfc=fill, ms=4.5, **style)
         end = max(timing.shape.micro_batches for timing in measured)
         if model:
-            line = [model.seconds(0), model.seconds(end)]
+            line = [model.seconds(count, count * full) for count in (0, end)]
             axes.plot([0, end], line, color=COLOURS["held"], linewidth=1.2, linestyle=(0, (4, 3)), zorder=1)
         axes.set_xlim(0, end * 1.06)
         axes.set_ylim(bottom=0)
@@ -219,7 +219,8 @@ def _step_time(metrics: Metrics) -> Plot | None:
     note = ""
     if model:
         legend.append(Key("held", "dashed", "fixed + per micro-batch"))
-        costs = f"{text.duration(model.fixed)} per step + {text.duration(model.per_micro_batch)} per micro-batch"
+        each = text.duration(model.of_micro_batch(full))
+        costs = f"{text.duration(model.fixed)} per step + {each} per micro-batch"
         note = f"Fitted: {costs}. Growing the batch on the same ranks saves only the first part."
     return Plot("Time per step", to_svg(draw, "time"), f"Seconds per step against micro-batches. {note}", legend, note)
 
@@ -283,16 +284,18 @@ def _multiples(axes: Axes) -> None:
 
 
 def _marks(axes: Axes, metrics: Metrics, axis: str, *, changes: bool = True) -> None:
-    """Thin vertical lines where the batch changed, dashed ones where the run was resumed."""
+    """Thin vertical lines where the batch changed, dashed ones where the run was resumed or told to change."""
     for record in history.changes(metrics)[:100] if changes else []:
         axes.axvline(record[axis], color=COLOURS["soft"], linewidth=0.6, alpha=0.55, zorder=0)
-    for record in metrics.resumes[:50]:
+    for record in [*metrics.resumes, *history.taken_controls(metrics)][:50]:
         axes.axvline(record[axis], color=COLOURS["held"], linewidth=0.9, linestyle=(0, (1, 1.5)), zorder=0)
 
 
 def _mark_keys(metrics: Metrics, *, changes: bool = True) -> list[Key]:
     keys = [Key("soft", "thin", "batch changed")] if changes and history.changes(metrics) else []
-    return keys + ([Key("held", "dotted", "resumed")] if metrics.resumes else [])
+    breaks = (("resumed", metrics.resumes), ("told to change", history.taken_controls(metrics)))
+    words = [word for word, found in breaks if found]
+    return keys + ([Key("held", "dotted", " or ".join(words))] if words else [])
 
 
 def _focus(axes: Axes, values: list[float]) -> None:

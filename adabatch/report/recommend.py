@@ -86,7 +86,7 @@ class Recommendation:
 
     Attributes:
         facts: ``run, policy, world, micro_batch, global_batch`` (in force), ``steps, samples, seconds``, ``ended``, and
-            of the noise scale now its ``geometry`` and why it is ``thermometric``, if it is.
+            of the noise scale now its ``geometry``, the other ``views`` and why it is ``thermometric``, if it is.
         calibration: critical batch over noise scale; 1 is uncalibrated.
         confidence: coverage of the intervals.
         now: by the newest noise scale, against the batch in force.
@@ -223,6 +223,7 @@ def _marks(newest: Record) -> dict[str, Any]:
     """What the newest record says about its noise scale."""
     return {
         "geometry": newest.get("geometry"),
+        "views": newest.get("views") or {},
         "thermometric": _section(newest, "guards").get("thermometric"),
     }
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from typing import Any
 
 from adabatch.report.recommend import Choice, Outlook, Prediction, Recommendation
+from adabatch.report.tables import table
 from adabatch.report.tradeoff import Quantity
 from adabatch.runlog import text
 
@@ -23,6 +23,10 @@ _MODEL = (
     "Predicted, not run: steps = S_min (1 + C/B) and samples = E_min (1 + B/C) for a batch B and the critical batch C "
     "(arXiv 1812.06162), each batch at a learning rate that suits it."
 )
+_ALIGNMENTS = {
+    "sign": "alignment of sign steps",
+    "muon": "alignment of Muon's steps of the hidden matrices",
+}
 CHOICE_COLUMNS = (
     "data\nefficiency",
     "batch\nnow",
@@ -51,7 +55,7 @@ def headline(advice: Recommendation) -> str:
 def measured(advice: Recommendation) -> list[str]:
     """The noise scale now and over the run, and the data efficiency that the run had."""
     geometry = advice.facts["geometry"]
-    about = [] if geometry in (None, "euclidean") else [f"{geometry} geometry"]
+    about = [] if geometry in (None, "euclidean") else [_seen_by(geometry)]
     about += [f"the critical batch is {advice.calibration:g} x it"] if advice.calibrated else []
     at = "noise scale" + (f" ({', '.join(about)})" if about else "")
     spent = advice.run.tradeoff.efficiency
@@ -59,7 +63,23 @@ def measured(advice: Recommendation) -> list[str]:
         f"The {at} now: {_scale(advice.now.scale)}.",
         f"Over the run: {_scale(advice.run.scale)}, weighted by the progress that each stretch of samples made.",
         f"Data efficiency of the run: {interval(spent, text.percent)}{'' if advice.calibrated else ' (uncalibrated)'}.",
+        *_other_views(advice),
     ]
+
+
+def _seen_by(view: str) -> str:
+    return _ALIGNMENTS.get(view, f"{view} geometry")
+
+
+def _other_views(advice: Recommendation) -> list[str]:
+    """What else is measured of the whole model; parts of it (``layer:``, ``group:``) are in the metrics."""
+    found = []
+    for name, view in advice.facts.get("views", {}).items():
+        record = {"resolved": view["resolved"], "scale": view["scale"]}
+        record |= {"scale_low": view["low"], "scale_high": view["high"]}
+        if ":" not in name and (scale := text.noise_scale(record)):
+            found.append(f"{_seen_by(name)} {scale}")
+    return [f"By other views now, for the record: {'; '.join(found)}."] if found else []
 
 
 def reading(advice: Recommendation) -> list[str]:
@@ -94,8 +114,9 @@ def costs(advice: Recommendation) -> list[str]:
         fastest = known.fastest(advice.run.critical)
         assert fastest is not None
         return [
-            f"A step on {here} takes {text.duration(known.model.fixed)} + {text.duration(known.model.per_micro_batch)} "
-            f"per micro-batch of {known.model_micro_batch}; the fewest seconds on {here}: batch {interval(fastest)}."
+            f"A step on {here} takes {text.duration(known.model.fixed)} + "
+            f"{text.duration(known.model.of_micro_batch(known.model_micro_batch))} per micro-batch of "
+            f"{known.model_micro_batch}; the fewest seconds on {here}: batch {interval(fastest)}."
         ]
     said = [f"Seconds on {here} at batches that were not timed are not known: {known.why_not}."]
     share, choice = known.own_share(), advice.run.choices[0]
@@ -197,7 +218,7 @@ def _ranks(number: int) -> str:
 def _choices(advice: Recommendation) -> str:
     here = _ranks(advice.costs.world)
     title = f"Which batch? {text.percent(advice.confidence)} intervals; -> the nearest that {here} can make"
-    return _table(title, CHOICE_COLUMNS, choice_rows(advice))
+    return table(title, CHOICE_COLUMNS, choice_rows(advice))
 
 
 def choice_rows(advice: Recommendation) -> list[tuple[str, ...]]:
@@ -241,7 +262,7 @@ def _curve(advice: Recommendation) -> str:
         "time\non them",
     )
     rows = [_row(prediction, advice.facts["global_batch"]) for prediction in advice.curve]
-    return _table("Trade-off of fixed batches (* the batch in force)", head, rows)
+    return table("Trade-off of fixed batches (* the batch in force)", head, rows)
 
 
 def _row(prediction: Prediction, in_force: int) -> tuple[str, ...]:
@@ -263,20 +284,6 @@ def _value(quantity: Quantity, words: Callable[[float], str]) -> str:
     return interval(quantity, words) if quantity.value is None else words(quantity.value)
 
 
-def _table(title: str, head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 2), pad_edge=False)
-    for column in head:
-        table.add_column(column, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    file = io.StringIO()
-    Console(file=file, width=500, highlight=False, markup=False, emoji=False, color_system=None).print(table)
-    return "\n".join([title, *(f"  {line}".rstrip() for line in file.getvalue().splitlines())])
-
-
 # -- data
 
 
@@ -296,7 +303,7 @@ def to_dict(advice: Recommendation) -> dict[str, Any]:
         "curve": [_prediction(prediction) for prediction in advice.curve],
         "time": {
             "fixed": model.fixed if model else None,
-            "per_micro_batch": model.per_micro_batch if model else None,
+            "per_micro_batch": model.of_micro_batch(advice.costs.model_micro_batch) if model else None,
             "micro_batch": advice.costs.model_micro_batch if model else None,
             "why_not": advice.costs.why_not or None,
             "one_micro_batch": advice.costs.of_one_micro_batch(),

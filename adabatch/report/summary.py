@@ -40,6 +40,7 @@ def _counts(metrics: Metrics) -> dict[str, Any]:
     start = history.start_batch(metrics)
     batches = [stretch.global_batch for stretch in history.stretches(metrics)]
     latest_start = metrics.start or {}
+    in_force = history.latest_control(metrics) or latest_start
     return {
         "ended": text.ending(metrics.end) if metrics.end else None,
         "world": (metrics.steps[-1].get("world") if metrics.steps else None) or latest_start.get("world"),
@@ -56,8 +57,8 @@ def _counts(metrics: Metrics) -> dict[str, Any]:
         "resumes": len(metrics.resumes),
         "skipped": max((record.get("skipped") or 0 for record in metrics.steps), default=0),
         "superseded": metrics.superseded,
-        "target_efficiency": latest_start.get("target_efficiency"),
-        "calibrated": bool(latest_start.get("calibrated")),
+        "target_efficiency": in_force.get("target_efficiency"),
+        "calibrated": bool(in_force.get("calibrated")),
     }
 
 
@@ -91,7 +92,7 @@ def _noise(metrics: Metrics) -> dict[str, Any]:
 
 def _time(metrics: Metrics, facts: dict[str, Any]) -> dict[str, Any]:
     measured = history.timings(metrics)
-    model = history.step_time_model(measured)
+    model = history.step_time_model(metrics, measured)
     first = _start_timing(measured, facts)
     step_seconds, why_not = _start_step_seconds(metrics, measured, facts)
     predicted = step_seconds * facts["steps_at_start_batch"] if step_seconds else None
@@ -104,7 +105,11 @@ def _time(metrics: Metrics, facts: dict[str, Any]) -> dict[str, Any]:
     largest = max(timed, key=lambda timing: timing.shape.global_batch, default=None)
     speedup = largest.samples_per_second / first.samples_per_second if first and largest else None
     return {
-        "step_time": {"fixed": model[0].fixed, "per_micro_batch": model[0].per_micro_batch, "micro_batch": model[1]}
+        "step_time": {
+            "fixed": model[0].fixed,
+            "per_micro_batch": model[0].of_micro_batch(model[1]),
+            "micro_batch": model[1],
+        }
         if model
         else None,
         "seconds_at_start_batch": predicted,
@@ -128,12 +133,12 @@ def _start_step_seconds(
     worlds = {record["world"] for record in metrics.steps if record.get("world")}
     if len(worlds) > 1:
         return None, "the number of ranks changed during the run"
-    first, model = _start_timing(measured, facts), history.step_time_model(measured)
+    first, model = _start_timing(measured, facts), history.step_time_model(metrics, measured)
     if first:
         return first.median, None
     shape = next((history.shape_of(record) for record in metrics.steps), None)
     if model and shape and shape.global_batch == facts["start_batch"] and shape.micro_batch == model[1]:
-        return model[0].seconds(shape.micro_batches), None
+        return model[0].seconds(shape.micro_batches, shape.global_batch / shape.world), None
     return None, "too few step times were recorded to tell what a step of the starting batch costs"
 
 

@@ -71,6 +71,11 @@ class ConsoleLogger:
         for line in lines.resumed(record):
             screen.line(line, "yellow")
 
+    def _control(self, screen: Screen, record: Mapping[str, Any]) -> None:
+        self._progress.calibrated = record.get("calibrated", self._progress.calibrated)
+        for line in lines.controlled(record):
+            screen.line(line, "yellow")
+
     def _end(self, screen: Screen, record: Mapping[str, Any]) -> None:
         screen.close()
         for line in lines.ended(record):
@@ -83,6 +88,7 @@ _SHOW: dict[str, Callable[[ConsoleLogger, Screen, Mapping[str, Any]], None]] = {
     "eval": ConsoleLogger._evaluation,
     "decision": ConsoleLogger._decision,
     "resume": ConsoleLogger._resume,
+    "control": ConsoleLogger._control,
     "end": ConsoleLogger._end,
 }
 

@@ -140,12 +140,25 @@ def evaluated(record: Mapping[str, Any]) -> str:
     return f"held-out at {record['samples']:,} samples: " + ", ".join(metrics or ["no metric"])
 
 
-def resumed(record: Mapping[str, Any]) -> list[str]:
-    """Where the run goes on, and what is different from then on."""
-    changes = [
+def _changed(record: Mapping[str, Any]) -> list[str]:
+    return [
         f"  {change.get('key')}: {change.get('old')} → {change.get('new')} ({change.get('outcome', 'applied')})"
         for change in record.get("changes") or []
     ]
+
+
+def controlled(record: Mapping[str, Any]) -> list[str]:
+    """What the running job was asked to change, and what came of it."""
+    where = f"asked to change at step {record['step']:,}, {record['samples']:,} samples"
+    if record.get("outcome") != "taken":
+        return [f"{where}: refused, the run goes on as it was: {record.get('reason')}"]
+    changes = _changed(record)
+    return [where + ("; changed:" if changes else ", and all of it is so already"), *changes]
+
+
+def resumed(record: Mapping[str, Any]) -> list[str]:
+    """Where the run goes on, and what is different from then on."""
+    changes = _changed(record)
     where = f"resumed at step {record.get('from_step', record['step']):,}, {record['samples']:,} samples"
     return [where + ("; changed:" if changes else ", nothing changed"), *changes]
 

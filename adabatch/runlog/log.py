@@ -94,6 +94,10 @@ class RunLog:
         """The step that the run goes on from and what changed; later records written before are superseded by it."""
         self._write("resume", record)
 
+    def control(self, record: Mapping[str, Any]) -> None:
+        """What came of a request to the running job: ``outcome`` (taken or refused), ``reason`` and ``changes``."""
+        self._write("control", record)
+
     def checkpoint(self, record: Mapping[str, Any]) -> None:
         """A checkpoint that is complete."""
         self._write("checkpoint", record)

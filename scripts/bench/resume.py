@@ -61,7 +61,7 @@ AIMS = {"anywhere": 18, "checkpoint": 6, "decision": 5, "evaluation": 5, "start-
 # Longest delay from the moment that was aimed at to the kill, in seconds: about as long as each phase takes.
 DELAYS = {"anywhere": 0.03, "checkpoint": 0.05, "decision": 0.003, "evaluation": 0.015, "start-up": 0.0, "report": 1.5}
 PHASES = ("start-up", "steps", "decision", "evaluation", "checkpoint", "report")
-TIMED = ("time", "seconds", "samples_per_second")  # what no two runs have in common
+TIMED = ("time", "seconds", "samples_per_second", "step_time")  # what no two runs have in common
 
 
 @dataclass(frozen=True)

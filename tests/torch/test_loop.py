@@ -30,7 +30,7 @@ from adabatch.runlog import RunLog, read_metrics
 from adabatch.scaling import Scaling
 
 START = 8
-TIMED = ("time", "seconds", "samples_per_second")
+TIMED = ("time", "seconds", "samples_per_second", "step_time")
 NOISE = ("scale", "scale_low", "scale_high", "resolved", "signal", "noise", "efficiency")
 
 

@@ -290,3 +290,30 @@ def test_validate_says_what_to_do_about_a_program_that_is_gone(tmp_path: Path, c
     assert call("validate", tmp_path / "nowhere.py")[2] == (
         f"adabatch validate: there is no program and no run folder at {tmp_path / 'nowhere.py'}\n"
     )
+
+
+# -- curvature
+
+
+def test_curvature_asks_the_run_s_program_for_it(program: Path, tmp_path: Path, call) -> None:
+    run = run_folder(tmp_path / "run", program)
+    about = [str(Path.cwd()), f'resume="{run}"']
+    assert json.loads(call("curvature", run)[1]) == [*about, "job=curvature"]
+    for arguments in (
+        ("--step", "640", "--json", run, "curvature.samples=4k", "device=cpu"),
+        (run, "curvature.samples=4k", "--step", "640", "device=cpu", "--json"),
+    ):
+        status, out, _ = call("curvature", *arguments)
+        settings = ["curvature.samples=4k", "device=cpu", "curvature.step=640", "curvature.json=true"]
+        assert (status, json.loads(out)) == (0, [*about, *settings, "job=curvature"])
+    assert call("curvature", run, "bad=1")[0] == 2
+
+
+def test_curvature_refuses_what_it_does_not_know(program: Path, tmp_path: Path, call) -> None:
+    run = run_folder(tmp_path / "run", program)
+    status, out, err = call("curvature", run, "--jsn")
+    assert (status, out) == (2, "") and "unrecognized arguments: --jsn" in err
+    status, out, err = call("report", run, "a=1")
+    assert (status, out) == (2, "") and "unrecognized arguments: a=1" in err
+    moved = run_folder(tmp_path / "moved", tmp_path / "gone.py")
+    assert "say where it is: adabatch curvature <program>" in call("curvature", moved)[2]

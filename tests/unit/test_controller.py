@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from simulated_run import Ready, gaussian_window, not_finite, simulate
 
+from adabatch.alignment import Alignment, AlignmentEstimator, Reading
 from adabatch.controller import Controller, TooManySkipped
 from adabatch.ledger import Ledger
 from adabatch.noise import Measurement, NoiseEstimator
@@ -323,7 +324,7 @@ def test_new_limits_apply_from_the_restored_sample_on() -> None:
     assert again.plan().global_batch == 32
     last = again.ledger.decisions[-1]
     assert (last.kind, last.previous, last.batch) == ("limits", run.batch, 32)
-    assert last.reason == f"resumed under limits that cannot make {run.batch}: nearest 32"
+    assert last.reason == f"the limits from here on cannot make {run.batch}: nearest 32"
 
 
 def test_a_run_goes_on_on_any_number_of_ranks() -> None:
@@ -500,3 +501,62 @@ def test_a_second_view_is_measured_and_not_followed() -> None:
     assert again.views == both.views
     swapped = restored(both, controller(noise=[NoiseEstimator(geometry="adam"), NoiseEstimator(geometry="new")]))
     assert swapped.estimate == both.views["adam"] and not swapped.views
+
+
+# -- alignments
+
+
+def aligned(samples: int, scale: float) -> Alignment:
+    """The curve of a sign method without noise: a(m) = 1 / sqrt(1 + scale / m)."""
+    sets = [samples / 4, samples / 2, 3 * samples / 4]
+    return Alignment(samples, tuple(Reading(m, 1 / math.sqrt(1 + scale / m), 1.0, 1) for m in sets))
+
+
+def step_aligned(run: Controller, scale: float = 100.0) -> None:
+    plan = run.plan()
+    found = gaussian_window(plan.global_batch, 40.0, plan.step)
+    run.commit(plan, Ready(replace(found, alignments={"sign": aligned(plan.global_batch, scale)} if plan.align else {})))
+
+
+def test_decisions_go_by_alignments_where_they_come_first() -> None:
+    run = controller(Observe(), noise=[AlignmentEstimator(geometry="sign"), NoiseEstimator()], align_every=4)
+    plans = []
+    for _ in range(64):
+        plans.append(run.plan())
+        step_aligned(run)
+    run.read()
+    assert [plan.step for plan in plans if plan.align] == list(range(0, 64, 4))
+    assert {plan.micro_batches for plan in plans if plan.align} == {4}
+    assert {plan.micro_batches for plan in plans if not plan.align} == {2}
+    assert run.estimate.geometry == "sign"
+    assert run.estimate.scale == pytest.approx(100.0, rel=1e-3)
+    assert run.views.keys() == {"euclidean"}
+    # Half of the run so far, of which every fourth window is measured.
+    assert run.estimate.memory == pytest.approx(0.5 * 61 * 16, rel=0.05)
+    assert run.estimate.span == pytest.approx(4 * run.estimate.samples, rel=0.01)
+
+
+def test_alignments_go_on_from_a_saved_state_as_if_nothing_had_been() -> None:
+    def fresh() -> Controller:
+        views = [NoiseEstimator(), AlignmentEstimator(geometry="sign")]
+        return controller(Observe(), noise=views, align_every=3)
+
+    whole, first = fresh(), fresh()
+    for _ in range(50):
+        step_aligned(whole)
+    for _ in range(20):
+        step_aligned(first)
+    second = restored(first, fresh())
+    for _ in range(30):
+        step_aligned(second)
+    assert second.state_dict() == whole.state_dict()
+    assert second.views["sign"] == whole.views["sign"]
+
+
+def test_a_batch_without_sets_of_two_sizes_cannot_be_decided_by_alignments() -> None:
+    noise = [AlignmentEstimator(geometry="sign"), NoiseEstimator()]
+    with pytest.raises(ValueError, match="global batch of 2 has too few groups .* to 3 or more"):
+        controller(noise=noise, start_batch=2)
+    assert not controller(Fixed(2), noise=noise).plan().align
+    with pytest.raises(ValueError, match="align_every must be at least 1, got 0"):
+        controller(align_every=0)

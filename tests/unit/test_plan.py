@@ -188,6 +188,25 @@ def test_a_rank_with_fewer_samples_fills_up_with_empty_micro_batches() -> None:
     assert plan_of(4, 8, 2).pieces(3) == (0,)
 
 
+@pytest.mark.parametrize("rounding", ["none", "whole"])
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_the_smallest_alignable_batch_and_all_above_have_sets_of_two_sizes_with_a_rest(
+    world: int, rounding: str
+) -> None:
+    limits = BatchLimits(world, 4, rounding=rounding)
+    fewest = limits.fewest_alignable
+    for batch in range(fewest, 60):
+        if limits.floor(batch) != batch:
+            continue
+        plan = split(step=0, first_sample=7, global_batch=batch, limits=limits, measure=True, align=True)
+        ranks = [[size for size in plan.pieces(rank) if size] for rank in range(world)]
+        singles = [size for sizes in ranks for size in sizes]
+        assert sum(singles) == batch and len(singles) >= 3
+        shares_differ_from_groups = any(len(sizes) > 1 for sizes in ranks)
+        assert shares_differ_from_groups or world >= 3  # there the rest of a share is mapped, too
+    assert fewest == {"none": {1: 3, 2: 4, 3: 3, 5: 5}, "whole": {1: 12, 2: 16, 3: 12, 5: 20}}[rounding][world]
+
+
 def test_a_plan_carries_what_it_was_given() -> None:
     scales = Scales(kappa=2.0, lr=1.5)
     plan = split(

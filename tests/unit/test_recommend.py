@@ -295,6 +295,21 @@ def test_marks_of_the_estimate_are_passed_on(tmp_path: Path) -> None:
     assert "Thermometric now: no drift is left." in shown
 
 
+def test_other_views_are_shown_for_the_record_and_alignments_by_what_they_are_of(tmp_path: Path) -> None:
+    run = Run(tmp_path).write((16, 40, STEADY))
+    assert "By other views" not in words(run.advice())
+    path = tmp_path / "metrics.jsonl"
+    sign = '"sign":{"scale":120,"low":90,"high":null,"resolved":false}'
+    layer = '"layer:head":{"scale":9,"low":8,"high":10,"resolved":true}'
+    adam = '"adam_sqrt":{"scale":80,"low":70,"high":95,"resolved":true}'
+    marks = f'"resolved":true,"geometry":"muon","views":{{{sign},{layer},{adam}}}'
+    path.write_text(path.read_text().replace('"resolved":true', marks))
+    shown = words(run.advice())
+    assert "The noise scale (alignment of Muon's steps of the hidden matrices) now: 48 [36, 72] samples." in shown
+    others = "alignment of sign steps > 90 (unresolved); adam_sqrt geometry 80 [70, 95]."
+    assert f"By other views now, for the record: {others}" in shown
+
+
 # -- calibration
 
 
@@ -325,7 +340,7 @@ def test_without_a_calibration_everything_is_marked(tmp_path: Path) -> None:
 def test_seconds_follow_the_step_time_of_the_run(tmp_path: Path) -> None:
     """Steps of 0.5 s + 0.25 s per micro-batch of 8, on 2 ranks; noise scale 48 throughout."""
     advice = Run(tmp_path, world=2).write((16, 50, STEADY), (32, 50, STEADY)).advice()
-    assert (advice.costs.model.fixed, advice.costs.model.per_micro_batch) == close(0.5, 0.25)
+    assert (advice.costs.model.fixed, advice.costs.of_micro_batches(1)) == pytest.approx((0.5, 0.75), rel=1e-6)
     least = 800 / (16 + 48) + 1600 / (32 + 48)
     for row in advice.curve:
         batch, steps = row.global_batch, least * (1 + 48 / row.global_batch)
@@ -354,7 +369,7 @@ def test_the_batch_of_the_fewest_seconds_is_where_brute_force_finds_it(tmp_path:
     fastest = advice.costs.fastest(advice.run.critical)
     seconds = {batch: (1 + 2400 / batch) * (0.5 + 0.25 * batch / 16) for batch in range(16, 2000)}
     assert fastest.value == pytest.approx(min(seconds, key=seconds.get), abs=1)
-    assert (fastest.low, fastest.high) == close(math.sqrt(32 * 1800), math.sqrt(32 * 3000))
+    assert (fastest.low, fastest.high) == pytest.approx((math.sqrt(32 * 1800), math.sqrt(32 * 3000)), rel=1e-6)
     small = Run(tmp_path / "small", world=2).write((16, 50, (1.0, 2.0, 3.0)), (32, 50, (1.0, 2.0, 3.0))).advice()
     assert ends(small.costs.fastest(small.run.critical)) == (16, 16, 16), "less than a micro-batch a rank is unknown"
 
@@ -458,7 +473,7 @@ def test_a_run_of_any_policy_recommends(tmp_path: Path) -> None:
     assert 100 < advice.now.scale.value < 130
     assert 14 < advice.run.critical.low < advice.run.critical.high < 114
     assert advice.costs.model.fixed == pytest.approx(0.02, rel=0.3)
-    assert advice.costs.model.per_micro_batch == pytest.approx(0.03, rel=0.2)
+    assert advice.costs.model.of_micro_batch(8) == pytest.approx(0.03, rel=0.2)
     assert len(advice.curve) < 20
 
 
