@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
+from adabatch.progress import Progress
 
 SHAPES = ("constant", "cosine", "linear", "wsd")
 SCHEDULE_UNITS = ("samples", "tokens")
@@ -88,3 +89,11 @@ class Schedule:
         start = self._decay_start()
         left = (self.horizon - max(position, start)) / (self.horizon - start)
         return math.sin(0.5 * math.pi * left) ** 2 if self.shape == "cosine" else left
+
+
+def middle_of_window(progress: Progress, batch: int, unit: str, tokens_per_sample: int | None) -> float:
+    """The position of the middle of the next ``batch`` samples, in ``unit``; tokens need ``tokens_per_sample``."""
+    if unit == "samples":
+        return progress.samples + batch / 2
+    assert tokens_per_sample is not None
+    return progress.tokens + batch * tokens_per_sample / 2

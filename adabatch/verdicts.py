@@ -3,32 +3,93 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from adabatch.ledger import Decision
 from adabatch.plan import BatchLimits
 from adabatch.policies import Damping, Proposal, Situation, Wanted
+from adabatch.progress import Progress
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A decision before it is agreed upon; ``kind`` is ``grow``, ``shrink``, ``rounding`` or the gate that held it."""
+    """A decision before it is agreed upon.
+
+    Attributes:
+        batch, wanted, reason, estimate, guards: as in the ledger's ``Decision``.
+        kind: ``grow``, ``shrink``, ``rounding`` or the gate that held the batch; ``rollback``; ``schedule`` for what
+            was decided beforehand; ``limits`` for what follows from new bounds.
+    """
 
     batch: int
     wanted: float | None
     kind: str
     reason: str
+    estimate: Mapping[str, Any] | None = None
+    guards: Mapping[str, Any] | None = None
+
+    def decision(self, progress: Progress, previous: int, policy: str) -> Decision:
+        """The decision that this makes of the batch ``previous`` under the policy of that name."""
+        return Decision(
+            step=progress.steps,
+            sample=progress.samples,
+            previous=previous,
+            batch=self.batch,
+            wanted=self.wanted,
+            reason=self.reason,
+            policy=policy,
+            kind=self.kind,
+            estimate=self.estimate,
+            guards=self.guards,
+        )
 
 
-def verdict(wanted: Wanted | None, situation: Situation, damping: Damping, limits: BatchLimits) -> Verdict:
+def scheduled(wanted: Wanted | None, current: int, limits: BatchLimits, *, exact: bool) -> Verdict | None:
+    """A change of the batch that was decided beforehand, and passes no gate; ``None`` where there is none.
+
+    Args:
+        exact: whether the wanted batch is used as it is, without rounding to what the ranks can make.
+    """
+    if wanted is None:
+        return None
+    batch = int(wanted.batch) if exact else limits.realise(wanted.batch)
+    if batch == current:
+        return None
+    nearest = "" if batch == wanted.batch else f"; the ranks can make {batch}"
+    return Verdict(batch, wanted.batch, "schedule", wanted.reason + nearest)
+
+
+def limited(current: int, limits: BatchLimits) -> Verdict | None:
+    """The change to what new ``limits`` can make; ``None`` where that is the current batch."""
+    batch = limits.realise(current)
+    if batch == current:
+        return None
+    return Verdict(batch, current, "limits", f"the limits from here on cannot make {current}: nearest {batch}")
+
+
+def verdict(
+    wanted: Wanted | None,
+    situation: Situation,
+    damping: Damping,
+    limits: BatchLimits,
+    *,
+    by_alignment: bool = False,
+) -> Verdict:
     """Pass ``wanted`` through the gates and round what is left to what the ranks can make and measure.
 
     ``None`` stands for a policy that has nothing to go by yet, and holds the batch.
+
+    Args:
+        by_alignment: whether the policy goes by alignments, which need more groups of samples to be measured.
     """
     if wanted is None:
         proposal = Proposal(situation.batch, held=("unmeasured", "nothing is measured yet"))
     else:
         proposal = damping.propose(wanted, situation)
-    batch = _rounded(proposal, situation.batch, limits) if proposal.held is None else situation.batch
+    fewest = limits.fewest_alignable if by_alignment else limits.fewest_measurable
+    batch = _rounded(proposal, situation.batch, limits, fewest) if proposal.held is None else situation.batch
     return Verdict(
         batch=batch,
         wanted=wanted.batch if wanted and math.isfinite(wanted.batch) else None,
@@ -37,9 +98,9 @@ def verdict(wanted: Wanted | None, situation: Situation, damping: Damping, limit
     )
 
 
-def _rounded(proposal: Proposal, current: int, limits: BatchLimits) -> int:
-    """The nearest batch that the ranks can make and measure, without overshooting where that can be helped."""
-    batch = limits.realise(max(proposal.batch, limits.fewest_measurable))
+def _rounded(proposal: Proposal, current: int, limits: BatchLimits, fewest: int) -> int:
+    """The nearest batch from ``fewest`` on that the ranks can make, without overshooting where that can be helped."""
+    batch = limits.realise(max(proposal.batch, fewest))
     if (below := limits.floor(min(proposal.most, batch))) > current:
         return below
     if (above := limits.ceil(max(proposal.least, batch))) < current:

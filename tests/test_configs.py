@@ -18,7 +18,7 @@ from adabatch.config.usage import sentences
 from adabatch.gradients.preconditioned import VIEWS
 from adabatch.gradients.updates import UPDATES
 from adabatch.gradients.taps import KINDS
-from adabatch.loop import PRECISIONS
+from adabatch.stepping import PRECISIONS
 from adabatch.policies import POLICIES
 
 EVERY_FILE = sorted(path.relative_to(config_folder()) for path in config_folder().rglob("*.yaml"))

@@ -23,12 +23,13 @@ ROWS = (
     ("progress",),
     ("plan", "ledger"),
     ("noise", "policies", "scaling", "schedules"),
-    ("guards", "verdicts", "slope", "alignment", "throughput", "regression"),
+    ("guards", "verdicts", "slope", "alignment", "throughput", "regression", "requirements", "standing"),
     ("evidence",),
+    ("observations",),
     ("controller",),
     ("distributed",),
     ("gradients", "optimizers", "data", "stopwatch"),
-    ("checkpoint", "runlog", "report", "simulate"),
+    ("checkpoint", "runlog", "report", "simulate", "stepping"),
     ("loop",),
     ("calibrate",),
     ("integrations", "config"),
@@ -40,7 +41,7 @@ DECIDING = {name for name, row in ROW.items() if row <= ROW["controller"]}
 NO_TORCH_AT_IMPORT = DECIDING | {"runlog", "report", "simulate", "cli", "config"}
 # Building the parts of a run is what needs torch; reading and checking a configuration does not.
 LOADS_TORCH_ANYWAY = {
-    f"adabatch.config.{name}" for name in ("build", "launching", "live", "calibrating")
+    f"adabatch.config.{name}" for name in ("build", "launching", "live", "calibrating", "in_run")
 }
 # A report reads what the run log has written, in the format that is defined there; a simulation reads it, too, and is
 # judged by the report's trade-off.
@@ -209,11 +210,11 @@ def test_importing_the_deciding_half_does_not_load_torch() -> None:
 @pytest.mark.parametrize(
     ("module", "source", "fault"),
     [
-        ("adabatch.plan", "from adabatch.controller import Controller", "(row 1) imports controller (row 5)"),
+        ("adabatch.plan", "from adabatch.controller import Controller", "(row 1) imports controller (row 6)"),
         ("adabatch.plan", "from adabatch import ledger", "(row 1) imports ledger (row 1)"),
         ("adabatch.noise", "import adabatch.policies", "(row 2) imports policies (row 2)"),
-        ("adabatch.noise", "def f():\n    from .loop import run", "(row 2) imports loop (row 9)"),
-        ("adabatch.data.order", "from ..gradients import taps", "(row 7) imports gradients (row 7)"),
+        ("adabatch.noise", "def f():\n    from .loop import run", "(row 2) imports loop (row 10)"),
+        ("adabatch.data.order", "from ..gradients import taps", "(row 8) imports gradients (row 8)"),
         ("adabatch.data.order", "from adabatch import Controller", "which stands on no row"),
         ("adabatch.scaling", "import numpy as np", "imports numpy"),
         ("adabatch.scaling", "def f():\n    import torch", "imports torch, and rows 0 to 3"),
