@@ -91,7 +91,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     recommend.add_argument("run_folder", type=Path, help="a run folder")
     recommend.add_argument(
-        "--calibration", type=float, help="critical batch over noise scale; by default as the run was configured"
+        "--calibration",
+        type=float,
+        help="critical batch over noise scale; by default as in calibrations.json, and else as the run was configured",
     )
     recommend.add_argument("--json", action="store_true", help="print JSON data")
 
@@ -248,7 +250,10 @@ def _ledger(options: argparse.Namespace) -> int:
         partial = " (shortened to end the run)" if segment.partial else ""
         print(f"  from sample {segment.first_sample:>10,}: {steps}{partial}")
     for splice in ledger.splices:
-        changes = ", ".join(f"{one.get('key')} {one.get('old')} -> {one.get('new')}" for one in splice.changes)
+        changes = ", ".join(
+            f"{one.get('key')} {one.get('old')} -> {one.get('new')}{f' ({why})' if (why := one.get('reason')) else ''}"
+            for one in splice.changes
+        )
         live = any(one.get("outcome") == "applied live" for one in splice.changes)
         how = "changed while it ran" if live else "resumed"
         print(f"  {how} at sample {splice.sample:,}: {changes or 'nothing changed'}")

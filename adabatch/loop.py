@@ -27,7 +27,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from adabatch import distributed, gradients, optimizers
+from adabatch import distributed, gradients, optimizers, stepping
 from adabatch import plan as planning
 from adabatch.checkpoint import CheckpointError, Checkpoints
 from adabatch.controller import Controller, Readable, TooManySkipped
@@ -36,21 +36,14 @@ from adabatch.ledger import Decision
 from adabatch.plan import BatchLimits, BatchPlan, data_efficiency
 from adabatch.policies import supported_scale
 from adabatch.runlog import RunLog
+from adabatch.stepping import PRECISIONS, LossFunction, to_device
 from adabatch.stopwatch import Stopwatch
-
-PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 # Numbers of several steps travel over the ranks together, but no later than this after a rank was told to stop.
 PATIENCE_SECONDS = 0.5
 
 # Reasons for which a run ends for good; any other is the name of a signal.
 ENDS = ("budget", "seconds", "loss")
-
-
-class LossFunction(Protocol):
-    """Mean loss of a micro-batch and its weight: samples (``None``), or tokens for a mean over tokens."""
-
-    def __call__(self, model: nn.Module, data: Any) -> tuple[torch.Tensor, float | torch.Tensor | None]: ...
 
 
 class Metrics(Protocol):
@@ -148,6 +141,21 @@ class Meter:
 
 
 @dataclass(slots=True)
+class Probes:
+    """What calibrations inside the run have taken beside training.
+
+    Attributes:
+        tried_at: samples that the run had consumed when the last was made or refused.
+        samples: read by their branches, and to be trained on all the same.
+        seconds: none of them training's.
+    """
+
+    tried_at: int = 0
+    samples: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
 class Clock:
     """Training seconds: evaluation and saving are left out, and a resumed run counts on."""
 
@@ -196,6 +204,8 @@ class Trainer:
     """Everything a run is made of, and the loop over it. ``model`` is the wrapped, ``plain_model`` the inner module.
 
     ``control`` is called when a decision was due, on all ranks at the same step, and may change what the run goes by.
+    So may ``calibrate``, which is called after every step but the last, and is told how to ask whether this rank was
+    told to stop; it returns whether the run should be saved.
     """
 
     model: nn.Module
@@ -224,6 +234,8 @@ class Trainer:
     pause: int = 1
     kept_back: int = 0
     control: Callable[[Trainer], None] | None = None
+    calibrate: Callable[[Trainer, Callable[[], bool]], bool] | None = None
+    probes: Probes = field(default_factory=Probes)
     stopwatch: Stopwatch = field(init=False)
 
     def __post_init__(self) -> None:
@@ -267,6 +279,7 @@ class Trainer:
             "seconds": self.clock.seconds(),
             "losses": self.meter.losses,
             "last_record": list(self.last_record),
+            "probes": asdict(self.probes),
             "scaler": self.scaler.state_dict() if self.scaler else None,
         }
 
@@ -274,6 +287,7 @@ class Trainer:
         self.clock = Clock(elapsed=state["seconds"])
         self.meter = Meter(losses=[list(pair) for pair in state["losses"]])
         self.last_record = tuple(state["last_record"])
+        self.probes = Probes(**state.get("probes", {}))
         if self.scaler and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
 
@@ -306,6 +320,8 @@ class Trainer:
         if deciding and self.control is not None and not self.controller.done:
             self.control(self)
         due = _crossed(before, self.controller.progress.samples, self.settings.save_every)
+        if self.calibrate is not None and not self.controller.done:
+            due |= self.calibrate(self, lambda: interrupt.received is not None)
         if due and not self.controller.done:  # the end of the run saves in any case
             self.save()
         return None
@@ -315,33 +331,32 @@ class Trainer:
         aligned = self.aligned
         if aligned is not None:
             aligned.measure(plan.align)
-        precision = PRECISIONS[self.settings.precision]
-        autocast = torch.autocast(self.world.device.type, precision, enabled=precision is not None)
         with gradients.accumulate(self.tap, plan) as window:
             if interrupt.received is not None or self._out_of_time():
                 window.request_stop()
             for micro_batch in self.stream.take(plan):
                 self.stopwatch.micro_batch(plan)
-                with window.micro_batch():
-                    with autocast:
-                        loss, weight = self.loss(self.model, to_device(micro_batch.data, self.world.device))
-                    weight = weight if micro_batch.samples else 0
-                    window.backward(loss, samples=micro_batch.samples, weight=weight, scaler=self.scaler)
+                weight = stepping.backward(
+                    window,
+                    micro_batch,
+                    model=self.model,
+                    loss=self.loss,
+                    device=self.world.device,
+                    precision=self.settings.precision,
+                    scaler=self.scaler,
+                )
                 if aligned is not None:
                     aligned.note(micro_batch.samples, weight)
         alignments = aligned.read(window) if aligned is not None else {}
-        clip_norm = self.settings.clip_norm
-        outcome = window.finish(
+        outcome = stepping.finish(
+            window,
+            plan,
             self.optimizer,
-            max_norm=clip_norm * plan.scales.clip if clip_norm else None,
+            clip_norm=self.settings.clip_norm,
             scaler=self.scaler,
             exchange=self._exchanges(),
             pause=self._patience(),
         )
-        optimizers.apply(plan, self.optimizer)
-        outcome.step()
-        for optimizer in optimizers.each(self.optimizer):
-            optimizer.zero_grad()
         return outcome, gradients.Aligned(outcome.measurement, alignments) if alignments else outcome.measurement
 
     def _exchanges(self) -> bool:
@@ -493,17 +508,6 @@ class Trainer:
         if estimate is None or not estimate.resolved:
             return None
         return data_efficiency(global_batch, self.calibration * supported_scale(estimate))
-
-
-def to_device(data: Any, device: torch.device) -> Any:
-    """``data``, a tensor or a nest of tuples, lists and dicts of tensors, on ``device``."""
-    if isinstance(data, torch.Tensor):
-        return data.to(device, non_blocking=True)
-    if isinstance(data, Mapping):
-        return {key: to_device(value, device) for key, value in data.items()}
-    if isinstance(data, (tuple, list)):
-        return type(data)(to_device(value, device) for value in data)
-    return data
 
 
 def _means(totals: Mapping[str, torch.Tensor]) -> dict[str, float]:

@@ -10,6 +10,7 @@ import pytest
 
 from adabatch.calibrate import GEOMETRIES, records
 from adabatch.config import ConfigError, schema
+from adabatch.runlog import read_calibrations
 
 BATCH = ("policy=fixed", "policy.global_batch=16", "limits.micro_batch=4")
 SETTINGS = (
@@ -63,7 +64,7 @@ def test_it_adds_a_record_for_each_checkpoint_and_changes_nothing_else(
 
     assert programs.start(f"resume={folder}", "job=calibrate", *SETTINGS, "calibrate.json=true") == 0
     assert [one["step"] for one in json.loads(capsys.readouterr().out)] == [16]
-    assert [one["step"] for one in records.read(folder)] == [4, 12, 16]
+    assert [one["step"] for one in read_calibrations(folder)] == [4, 12, 16]
     assert contents(folder) | {records.FILE: b""} == before | {records.FILE: b""}
 
 

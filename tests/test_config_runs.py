@@ -211,6 +211,22 @@ def test_a_whole_run_resumes_with_a_changed_bound(tmp_path: Path, capsys: pytest
         programs.start(f"run_folder={folder}", *SMALL)
 
 
+def test_a_report_that_fails_does_not_fail_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(folder: Path) -> Path:
+        raise ZeroDivisionError("no page today")
+
+    monkeypatch.setattr("adabatch.config.launching.write_report", broken)
+    folder = tmp_path / "run"
+    assert programs.start(f"run_folder={folder}", *SMALL) == 0
+    said = capsys.readouterr()
+    assert f"no report; try again with: adabatch report {folder}" in said.out
+    assert "the run is complete and saved, but its report failed:" in said.err
+    assert "ZeroDivisionError: no page today" in said.err
+    assert read_metrics(folder).end["reason"] == "budget"
+
+
 def test_validating_a_run_restores_it_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
     programs.start(f"run_folder={folder}", *SMALL)

@@ -98,7 +98,7 @@ NAMES = {
         "within",
     ],
     "adabatch.checkpoint": ["CheckpointError", "Checkpoints", "Choice", "Manifest"],
-    "adabatch.runlog": ["LOGGERS", "LogSettings", "Logger", "Metrics", "RunLog", "read_metrics"],
+    "adabatch.runlog": ["LOGGERS", "LogSettings", "Logger", "Metrics", "RunLog", "read_calibrations", "read_metrics"],
     "adabatch.report": ["summary", "write_report"],
 }
 

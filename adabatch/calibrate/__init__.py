@@ -1,7 +1,7 @@
 """The measured critical batch: short paired branches of a run at several batches, against its noise scales."""
 
 from adabatch.calibrate.allowance import Refusal, calibrate_within, expected_cost
-from adabatch.calibrate.branches import Bench, Branch
+from adabatch.calibrate.branches import Bench, Branch, Cancelled
 from adabatch.calibrate.calibration import Calibration, Settings, calibrate
 from adabatch.calibrate.fitting import Bound, Critical, exponent, fit, foreseen, ratio
 from adabatch.calibrate.measuring import GEOMETRIES, noise_scales
@@ -14,6 +14,7 @@ __all__ = [
     "Bound",
     "Branch",
     "Calibration",
+    "Cancelled",
     "Critical",
     "Refusal",
     "Settings",

@@ -62,7 +62,7 @@ def calibrate_within(
         dataset_size, say: as for ``calibrate``.
 
     Raises:
-        ValueError: as ``calibrate`` does.
+        ValueError, Cancelled: as ``calibrate`` does.
     """
     costs = {
         pairs: expected_cost(bench, replace(settings, pairs=pairs), present)
@@ -84,7 +84,7 @@ def calibrate_within(
         return Refusal(reason, found.samples)
     if affordable == SCOUTS:
         return found
-    return calibrate(
+    whole = calibrate(
         bench,
         replace(settings, pairs=affordable),
         present=present,
@@ -92,7 +92,9 @@ def calibrate_within(
         dataset_size=dataset_size,
         say=say,
         known=known,
+        noise=found.noise,
     )
+    return replace(whole, samples=found.samples + whole.samples, seconds=found.seconds + whole.seconds)
 
 
 def _hopeless(found: Calibration, settings: Settings, pairs: int, allowance: int, geometry: str) -> str:

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from adabatch import distributed, gradients, optimizers
+from adabatch import distributed, gradients, optimizers, stepping
 from adabatch import plan as planning
 from adabatch.calibrate.snapshot import Snapshot
 from adabatch.checkpoint import rng
 from adabatch.controller import Controller
 from adabatch.data import Stream, stream
-from adabatch.loop import PRECISIONS, HeldOut, LossFunction, to_device
+from adabatch.loop import HeldOut
 from adabatch.optimizers.configured import BASE
 from adabatch.plan import BatchLimits, BatchPlan
 from adabatch.scaling import Scaling, scales_of
+from adabatch.stepping import LossFunction
 
 # The schedule may have ended near 0; branches begin from this share of the configured rate at least.
 LEAST_SCHEDULE = 0.1
+
+
+class Cancelled(Exception):
+    """A bench was told to run no further branch."""
 
 
 @dataclass(slots=True)
@@ -41,6 +46,8 @@ class Bench:
         schedule: the learning-rate schedule's value there.
         seed: of the branches' dropout.
         clip_norm, precision: as the run has them.
+        cancelled: asked on rank 0 after each branch: whether to end here, with ``Cancelled``.
+        consumed: samples that branches and noise scales have read so far.
 
     Raises:
         ValueError: under FSDP2 and in fp16.
@@ -62,6 +69,8 @@ class Bench:
     seed: int = 0
     clip_norm: float | None = None
     precision: str = "fp32"
+    cancelled: Callable[[], bool] = lambda: False
+    consumed: int = 0
 
     def __post_init__(self) -> None:
         if self.tap.layout.sharded:
@@ -121,7 +130,11 @@ class Branch:
 
 
 def run(bench: Bench, branch: Branch, snapshot: Snapshot) -> float:
-    """Held-out loss at the end of ``branch``, the same on every rank; then everything is as in ``snapshot`` again."""
+    """Held-out loss at the end of ``branch``, the same on every rank; then everything is as in ``snapshot`` again.
+
+    Raises:
+        Cancelled: on all ranks, when the bench says so.
+    """
     snapshot.restore()
     # The same dropout for all branches over the same samples, and another on each rank.
     rng.seed_all(rng.derive(bench.seed, bench.world.rank, branch.first_sample))
@@ -133,8 +146,12 @@ def run(bench: Bench, branch: Branch, snapshot: Snapshot) -> float:
         loss = bench.held_out.evaluate(bench.plain_model, bench.world)["loss"]
     finally:
         snapshot.restore()
+    bench.consumed += branch.samples
     # As text, for JSON has no infinities.
-    return float(distributed.agree(repr(loss)))
+    text, cancelled = distributed.agree([repr(loss), bench.cancelled()])
+    if cancelled:
+        raise Cancelled
+    return float(text)
 
 
 def plans(bench: Bench, branch: Branch) -> Iterator[BatchPlan]:
@@ -172,22 +189,18 @@ def opened(bench: Bench, first_sample: int) -> Iterator[Stream]:
 
 def backward(bench: Bench, window: gradients.Window, micro_batch: Any) -> float | torch.Tensor | None:
     """Forward and backward of one micro-batch; returns its weight."""
-    precision = PRECISIONS[bench.precision]
-    with window.micro_batch():
-        with torch.autocast(bench.world.device.type, precision, enabled=precision is not None):
-            loss, weight = bench.loss(bench.model, to_device(micro_batch.data, bench.world.device))
-        weight = weight if micro_batch.samples else 0
-        window.backward(loss, samples=micro_batch.samples, weight=weight)
-    return weight
+    return stepping.backward(
+        window,
+        micro_batch,
+        model=bench.model,
+        loss=bench.loss,
+        device=bench.world.device,
+        precision=bench.precision,
+    )
 
 
 def _step(bench: Bench, plan: BatchPlan, samples: Stream, last: bool) -> None:
     with gradients.accumulate(bench.tap, plan) as window:
         for micro_batch in samples.take(plan):
             backward(bench, window, micro_batch)
-    max_norm = bench.clip_norm * plan.scales.clip if bench.clip_norm else None
-    outcome = window.finish(bench.optimizer, max_norm=max_norm, exchange=last)
-    optimizers.apply(plan, bench.optimizer)
-    outcome.step()
-    for optimizer in optimizers.each(bench.optimizer):
-        optimizer.zero_grad()
+    stepping.finish(window, plan, bench.optimizer, clip_norm=bench.clip_norm, exchange=last)

@@ -82,7 +82,7 @@ class Calibration:
         refused: geometries that this optimizer does not have, and why.
         ratios: critical batch over noise scale, by geometry.
         left_out: batches that were not used, and why.
-        samples, seconds: what it cost.
+        samples, seconds: what it cost, in branches and for the noise scales.
     """
 
     batches: tuple[int, ...]
@@ -109,6 +109,7 @@ def calibrate(
     dataset_size: int | None = None,
     say: Callable[[str], None] = lambda line: None,
     known: dict[Place, float] | None = None,
+    noise: dict[str, Estimate] | None = None,
 ) -> Calibration:
     """Measure the critical batch and the noise scales where ``bench`` stands; it stands there again afterwards.
 
@@ -123,20 +124,22 @@ def calibrate(
         say: is told how it goes.
         known: losses of branches that were run here before, under the same settings but for the pairs; new ones are
             added.
+        noise: the noise scales, where they were measured here before.
 
     Raises:
         ValueError: when fewer than three batches can be compared, for unknown geometries, and when a batch's loss is
             not finite at any learning rate.
     """
-    began = time.perf_counter()
+    began, before = time.perf_counter(), bench.consumed
     batches, left_out = choose(bench.limits, settings, present)
     geometries, refused = measurable(bench, settings.geometries)
-    noise = noise_scales(
-        bench, geometries, samples=settings.noise_samples, confidence=settings.confidence, dataset_size=dataset_size
-    )
+    if noise is None:
+        noise = noise_scales(
+            bench, geometries, samples=settings.noise_samples, confidence=settings.confidence, dataset_size=dataset_size
+        )
+        for name, one in noise.items():
+            say(f"noise scale, {name}: {one.scale:.4g} [{one.low:.4g}, {one.high:.4g}]")
     refused |= {name: UNMEASURED for name in geometries if name not in noise}
-    for name, one in noise.items():
-        say(f"noise scale, {name}: {one.scale:.4g} [{one.low:.4g}, {one.high:.4g}]")
     rule_by = noise.get(geometry or "", next(iter(noise.values()), None))
     branching = _Branching(bench, settings, None if rule_by is None else supported_scale(rule_by), say, known)
     lengths = [settings.samples >> halving for halving in range(settings.halvings + 1)]
@@ -164,7 +167,7 @@ def calibrate(
         refused=refused,
         ratios={name: ratio(critical.batch, _bound(one)) for name, one in noise.items()},
         left_out=left_out,
-        samples=branching.samples,
+        samples=bench.consumed - before,
         seconds=time.perf_counter() - began,
     )
 
@@ -230,7 +233,6 @@ class _Branching:
         self._snapshot = Snapshot(bench.plain_model, bench.optimizer)
         self.noise_scale = noise_scale if noise_scale is None or math.isfinite(noise_scale) else None
         self._known = {} if known is None else known
-        self.samples = 0
 
     def tuned(self, wanted: Sequence[tuple[int, int]], start: float = 0.0) -> list[Tuned]:
         """For each batch and number of samples."""
@@ -248,7 +250,6 @@ class _Branching:
             place = (batch, samples, octaves, pair)
             if place in self._known:
                 return self._known[place]
-            self.samples += samples
             one = Branch(
                 batch=batch,
                 samples=samples,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from adabatch import gradients, optimizers
 from adabatch import plan as planning
@@ -11,13 +11,13 @@ from adabatch.alignment import Alignment, AlignmentEstimator
 from adabatch.calibrate.branches import Bench, backward, opened
 from adabatch.calibrate.snapshot import Snapshot
 from adabatch.gradients import geometry
-from adabatch.gradients.alignment import AlignmentTap
+from adabatch.gradients.aligned import AlignmentTaps
 from adabatch.gradients.preconditioned import VIEWS
+from adabatch.gradients.updates import UPDATES, is_muon
 from adabatch.noise import EUCLIDEAN, Estimate, Measurement, NoiseEstimator
 from adabatch.plan import BatchPlan
 
-SIGN = "sign"
-GEOMETRIES = (EUCLIDEAN, *VIEWS, SIGN)
+GEOMETRIES = (EUCLIDEAN, *VIEWS, *UPDATES)
 # So many windows are compared: as many as the estimators keep blocks.
 WINDOWS = 32
 
@@ -35,8 +35,8 @@ def measurable(bench: Bench, wanted: Sequence[str]) -> tuple[list[str], dict[str
         try:
             if name in VIEWS:
                 geometry.rulers_for(name, bench.optimizer, bench.tap.layout)
-            if name == SIGN and len(optimizers.each(bench.optimizer)) > 1:
-                raise ValueError("alignments are those of one optimizer's steps, and several train this model")
+            if name == "muon" and not any(map(is_muon, optimizers.each(bench.optimizer))):
+                raise ValueError("no optimizer of this model is torch.optim.Muon")
             found.append(name)
         except ValueError as error:
             refused[name] = str(error)
@@ -64,46 +64,42 @@ def noise_scales(
     snapshot = Snapshot(bench.plain_model, bench.optimizer)
     bench.tap.measure(False)
     tap = gradients.attach(bench.model, bench.optimizer, kind="hooks", rulers=rulers)
-    align = None
-    if SIGN in geometries:
-        align = AlignmentTap(bench.model, optimizers.each(bench.optimizer)[0], update=SIGN, tap=tap)
-    measured, aligned = [], []
+    taps = AlignmentTaps([name for name in geometries if name in UPDATES], bench.optimizer, tap)
+    measured, alignments = [], []
     try:
         bench.model.train()
-        with opened(bench, bench.start) as stream:
+        with opened(bench, bench.start) as stream, taps:
             for plan in _windows(bench, samples):
+                taps.measure(True)
                 with gradients.accumulate(tap, plan) as window:
                     for micro_batch in stream.take(plan):
-                        weight = backward(bench, window, micro_batch)
-                        if align is not None:
-                            align.note(micro_batch.samples, weight)
-                if align is not None:
-                    aligned.append(align.read(window=window).read())
+                        taps.note(micro_batch.samples, backward(bench, window, micro_batch))
+                alignments.append({name: pending.read() for name, pending in taps.read(window).items()})
                 measured.append(window.finish(bench.optimizer).measurement.read())
+                bench.consumed += plan.global_batch
                 for optimizer in optimizers.each(bench.optimizer):
                     optimizer.zero_grad()
     finally:
         tap.detach()
-        if align is not None:
-            align.detach()
         snapshot.restore()
     return {
         name: estimate
         for name in geometries
-        if (estimate := _estimate(name, measured, aligned, confidence, dataset_size)) is not None
+        if (estimate := _estimate(name, measured, alignments, confidence, dataset_size)) is not None
     }
 
 
 def _estimate(
     name: str,
     measured: Sequence[Measurement],
-    aligned: Sequence[Alignment],
+    alignments: Sequence[Mapping[str, Alignment]],
     confidence: float,
     dataset_size: int | None,
 ) -> Estimate | None:
     estimator: NoiseEstimator | AlignmentEstimator
-    if name == SIGN:
-        estimator, windows = AlignmentEstimator(confidence=confidence, dataset_size=dataset_size), list(aligned)
+    if name in UPDATES:
+        estimator = AlignmentEstimator(geometry=name, confidence=confidence, dataset_size=dataset_size)
+        windows = [one[name] for one in alignments]
     else:
         # With an error that is never reached the memory is as long as it can be.
         estimator = NoiseEstimator(

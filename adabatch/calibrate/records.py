@@ -13,9 +13,8 @@ from typing import Any
 
 from adabatch.calibrate.calibration import Calibration
 from adabatch.calibrate.tuning import Tuned
+from adabatch.runlog.calibrations import FILE, VERSION, factor, read_calibrations
 
-FILE = "calibrations.json"
-VERSION = 1
 # A c that is known to this factor is worth a line of its own; beyond it, a word of caution stands beside it.
 WITHIN = 2.0
 
@@ -61,27 +60,9 @@ def append(folder: Path, records: Sequence[Mapping[str, Any]]) -> Path:
     """
     path = folder / FILE
     aside = path.with_name(f".{FILE}.new")
-    aside.write_text(json.dumps([*read(folder), *records], allow_nan=False, indent=1) + "\n", encoding="utf-8")
+    aside.write_text(json.dumps([*read_calibrations(folder), *records], allow_nan=False, indent=1) + "\n", encoding="utf-8")
     os.replace(aside, path)
     return path
-
-
-def read(folder: Path) -> list[dict[str, Any]]:
-    """The calibrations of a run, the oldest first; none where there is no file.
-
-    Raises:
-        ValueError: when the file there is not a list of calibrations.
-    """
-    path = folder / FILE
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return []
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not readable as JSON ({error}); move it away") from None
-    if not isinstance(found, list) or not all(isinstance(one, dict) and one.get("version") == VERSION for one in found):
-        raise ValueError(f"{path} is not a list of calibrations of version {VERSION}; move it away")
-    return found
 
 
 def to_text(record: Mapping[str, Any]) -> str:
@@ -100,7 +81,7 @@ def to_text(record: Mapping[str, Any]) -> str:
     lines += [f"  {name:<10}  not measured: {why.partition(' (')[0]}" for name, why in record["refused"].items()]
     lines += [f"  batch {batch}: left out: {why}" for batch, why in record["left_out"].items()]
     cost = record["cost"]
-    lines.append(f"  cost: {cost['samples']:,} samples in branches, {cost['seconds']:.0f} s")
+    lines.append(f"  cost: {cost['samples']:,} samples, {cost['seconds']:.0f} s")
     return "\n".join(lines)
 
 
@@ -108,12 +89,12 @@ def recommended(records: Sequence[Mapping[str, Any]]) -> str:
     """The line that the calibrations put into a configuration: the mean of log c in the geometry of decisions."""
     geometry = records[0]["geometry"]
     found = [one["ratios"].get(geometry, {"value": None}) for one in records]
-    resolved = [one for one in found if one["value"] and one["low"] and one["high"]]
+    resolved = [one for one in found if factor(one) is not None]
     if not resolved:
         return f"no policy.calibration: c is not resolved in the geometry {geometry} that decisions go by"
     mean = math.exp(math.fsum(math.log(one["value"]) for one in resolved) / len(resolved))
     where = f"{len(resolved)} of {len(records)} checkpoints" if len(records) > 1 else "this checkpoint"
-    widest = max(max(one["high"] / one["value"], one["value"] / one["low"]) for one in resolved)
+    widest = max(map(factor, resolved))
     line = f"policy.calibration={mean:.3g}    for noise.geometry={geometry}, by {where}"
     if widest <= WITHIN:
         return line

@@ -31,10 +31,11 @@ from adabatch.data.structure import cut
 from adabatch.evidence import Estimator
 from adabatch.gradients import aligned, contaminants, geometry
 from adabatch.gradients.updates import UPDATES
-from adabatch.loop import LossFunction, Metrics, Settings, to_device
+from adabatch.loop import Metrics, Settings
 from adabatch.noise import NoiseEstimator
 from adabatch.optimizers import Optimizers
 from adabatch.plan import BatchLimits, split
+from adabatch.stepping import LossFunction, to_device
 
 
 @dataclass(frozen=True, slots=True)

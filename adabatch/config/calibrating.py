@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 
 from adabatch import data
-from adabatch.calibrate import Bench, Settings, calibrate, records
+from adabatch.calibrate import Bench, Calibration, Settings, calibrate, records
 from adabatch.checkpoint import Checkpoints
 from adabatch.config.build import Assembly
 from adabatch.config.compose import ConfigError, plain
 from adabatch.loop import HeldOut
+from adabatch.runlog import read_calibrations
 
 Restore = Callable[[Checkpoints, dict[str, Any], Path], Any]
 
@@ -38,7 +40,7 @@ def report(run: Assembly, restore: Restore) -> None:
         raise ConfigError("job=calibrate is about checkpoints of a run: give resume=<run folder>")
     folder = Path(config.resume)
     checkpoints, fingerprint = Checkpoints(folder / "checkpoints"), data.fingerprint(run.task.train_data)
-    records.read(folder)  # a file that nothing can be added to is better met before than after the work
+    read_calibrations(folder)  # a file that nothing can be added to is better met before than after the work
     found = []
     for path in chosen(checkpoints, config.calibrate.steps):
         restore(checkpoints, fingerprint, path)
@@ -62,8 +64,14 @@ def at_checkpoint(run: Assembly, path: Path) -> dict[str, Any]:
         dataset_size=len(run.task.train_data) if config.noise.finite_data else None,
         say=lambda line: _say(run, f"  {line}"),
     )
+    return record_of(run, calibration, geometry, config)
+
+
+def record_of(run: Assembly, found: Calibration, geometry: str, config: DictConfig) -> dict[str, Any]:
+    """A calibration where ``run`` stands as plain data, under the configuration in force there."""
+    progress = run.controller.progress
     return records.to_record(
-        calibration,
+        found,
         step=progress.steps,
         sample=progress.samples,
         geometry=geometry,
@@ -98,7 +106,8 @@ def bench_of(run: Assembly) -> Bench:
 
 def settings_of(config: DictConfig) -> Settings:
     wanted = plain(config)["calibrate"]
-    return Settings(**{name: value for name, value in wanted.items() if name not in ("steps", "held_out", "json")})
+    own = {field.name for field in fields(Settings)}
+    return Settings(**{name: value for name, value in wanted.items() if name in own})
 
 
 def chosen(checkpoints: Checkpoints, wanted: list[str]) -> list[Path]:

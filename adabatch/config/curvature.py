@@ -16,7 +16,7 @@ from adabatch.checkpoint import Checkpoints
 from adabatch.config.build import Task
 from adabatch.config.compose import ConfigError
 from adabatch.gradients.curvature import CurvatureEstimate, hessian_noise_scale
-from adabatch.loop import to_device
+from adabatch.stepping import to_device
 from adabatch.plan import BatchLimits, split
 from adabatch.progress import parse_count
 from adabatch.runlog import text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import platform
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -20,6 +21,7 @@ from adabatch.checkpoint import rng as random_states
 from adabatch.config import calibrating, curvature, folders
 from adabatch.config.build import Assembly, Task, require_mean
 from adabatch.config.compose import ConfigError, plain
+from adabatch.config.in_run import InRunCalibration, spent
 from adabatch.config.live import LiveControl
 from adabatch.config.resume import Change, as_records, changes_since, resumed, save_snapshot, to_text
 from adabatch.controller import TooManySkipped
@@ -69,15 +71,17 @@ def launch(
         require_mean(config, task, world)  # an error within the recipe's loss is none of the configuration
         with _refusals():
             run = Assembly(config, task, world)
-            if config.job == "validate":
-                _validate(run)
-                return 0
             if config.job == "calibrate":
                 calibrating.report(run, lambda *where: _restore(run, *where))
+                return 0
+            calibration = InRunCalibration(run) if config.calibrate.times else None
+            if config.job == "validate":
+                _validate(run)
                 return 0
             # The same parameters on every rank, but not the same dropout.
             random_states.seed_all(random_states.derive(config.seed, world.rank, 0))
             trainer, folder = _open(run, name, overrides, closing)
+            trainer.calibrate = calibration
         _train(trainer, folder)
     return 0
 
@@ -297,17 +301,31 @@ def _finish(trainer: Trainer, folder: Path, reason: str) -> None:
     end = {**trainer.where(), "reason": reason}
     metrics = replace(read_metrics(folder), end=end) if (folder / "metrics.jsonl").exists() else None
     if metrics is not None:
-        end["summary"] = summary(metrics)
+        end["summary"] = _or_say_why_not("summary", lambda: summary(metrics))
     trainer.log.end(end)
     trainer.log.close()
     if metrics is not None and trainer.controller.policy.name in _MEASURE_ONLY:
-        print(_recommended(metrics, folder))
+        print(_or_say_why_not("recommendation", lambda: _recommended(metrics, folder)) or "no recommendation")
+    if beside := spent(trainer):
+        print(beside)
     print(f"ended by {reason} after {trainer.controller.progress.samples:,} samples; run folder: {folder}")
     if reason.startswith("SIG"):
         print(f"go on with resume={folder}")
-    logged = metrics is not None
-    report = f"report: {write_report(folder)}" if logged else "no report: it is drawn from what the logger jsonl writes"
-    print(report, flush=True)
+    if metrics is None:
+        print("no report: it is drawn from what the logger jsonl writes", flush=True)
+        return
+    report = _or_say_why_not("report", lambda: write_report(folder))
+    print(f"report: {report}" if report else f"no report; try again with: adabatch report {folder}", flush=True)
+
+
+def _or_say_why_not(what: str, action: Callable[[], Any]) -> Any:
+    """What ``action`` returns; ``None`` and a traceback when it fails, for the training before it did not."""
+    try:
+        return action()
+    except Exception:
+        print(f"adabatch: the run is complete and saved, but its {what} failed:", file=sys.stderr)
+        traceback.print_exc()
+        return None
 
 
 def _recommended(metrics: Metrics, folder: Path) -> str:

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ class LiveControl:
         trainer.log.control(answer)
         if trainer.world.rank == 0:
             told = {**answer, "digest": found["digest"], "time": time.time()}
-            _attempt("answer to a control file", lambda: control.write_answer(self._folder, told))
+            attempt("answer to a control file", lambda: control.write_answer(self._folder, told))
         trainer.stopwatch.restart()
 
     # -- on rank 0
@@ -97,27 +97,42 @@ class LiveControl:
         """Go on under the new configuration; returns why not, when the run cannot."""
         if not found["changes"]:
             return None
+        sample = trainer.controller.progress.samples
         config = OmegaConf.create(found["config"])
-        before = len(trainer.controller.ledger.decisions)
-        refusal = _adopt(trainer.controller, config)
-        if refusal:
-            return refusal
-        trainer.controller.splice(found["changes"])
-        trainer.settings = build_settings(config)
-        trainer.calibration = config.policy.get("calibration", 1.0)
-        trainer.extra = {**trainer.extra, "run": {**trainer.extra["run"], "config": to_text(plain(config))}}
-        if trainer.world.rank == 0:
-            sample = trainer.controller.progress.samples
-            _attempt("configuration as it is now", lambda: self._save(found, sample))
-        for decision in trainer.controller.ledger.decisions[before:]:
-            trainer.record_decision(decision)
-        trainer.save_ledger()
-        return None
+        return go_on_under(trainer, config, found["changes"], lambda: self._save(found, sample))
 
     def _save(self, found: Mapping[str, Any], sample: int) -> None:
         """Let a resumed run go on under this: the launch stands once more, with its overrides as they are by now."""
         launch = {**read_launches(self._folder)[-1], "overrides": found["overrides"], "live_since_sample": sample}
         save_snapshot(self._folder, found["config"], launch)
+
+
+def go_on_under(
+    trainer: Trainer, config: DictConfig, changes: Sequence[Mapping[str, Any]], save: Callable[[], None]
+) -> str | None:
+    """Let a running job go on under ``config``, on all ranks between the same two steps.
+
+    Args:
+        changes: what differs, for the ledger.
+        save: writes the configuration into the run folder, on rank 0.
+
+    Returns:
+        Why the run cannot; then nothing has changed.
+    """
+    before = len(trainer.controller.ledger.decisions)
+    refusal = _adopt(trainer.controller, config)
+    if refusal:
+        return refusal
+    trainer.controller.splice(changes)
+    trainer.settings = build_settings(config)
+    trainer.calibration = config.policy.get("calibration", 1.0)
+    trainer.extra = {**trainer.extra, "run": {**trainer.extra["run"], "config": to_text(plain(config))}}
+    if trainer.world.rank == 0:
+        attempt("configuration as it is now", save)
+    for decision in trainer.controller.ledger.decisions[before:]:
+        trainer.record_decision(decision)
+    trainer.save_ledger()
+    return None
 
 
 def _taken(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -135,7 +150,7 @@ def _refused(reason: str) -> dict[str, Any]:
     return {"outcome": "refused", "reason": reason, "changes": []}
 
 
-def _attempt(what: str, write: Callable[[], None]) -> None:
+def attempt(what: str, write: Callable[[], None]) -> None:
     """Write a file into the run folder; a failure is reported, and training goes on."""
     try:
         write()

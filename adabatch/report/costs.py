@@ -87,7 +87,8 @@ class StepCosts:
         if self.model is None:
             return None
         full = samples_in(self.world, self.model_micro_batch)
-        price = self.model.fixed / self.model.of_micro_batch(self.model_micro_batch) * full
+        # A fixed cost of nothing may come out as a rounding error below 0.
+        price = max(self.model.fixed, 0.0) / self.model.of_micro_batch(self.model_micro_batch) * full
         return critical.through(lambda one: max(math.sqrt(price * one) if price else 0.0, float(full)))
 
 

@@ -78,10 +78,16 @@ def taken_controls(metrics: Metrics) -> list[Record]:
     return [record for record in metrics.controls if record.get("outcome") == "taken" and record.get("changes")]
 
 
+def taken_calibrations(metrics: Metrics) -> list[Record]:
+    """The calibrations inside the run that it went on by."""
+    return [record for record in metrics.calibrations if record.get("outcome") == "taken"]
+
+
 def latest_control(metrics: Metrics) -> Record | None:
-    """The last change of the running job that no later launch stands above."""
+    """The last change of the running job, calibrations among them, that no later launch stands above."""
     started = (metrics.start or {}).get("step", 0)
-    return next((record for record in reversed(taken_controls(metrics)) if record["step"] > started), None)
+    found = [record for record in (*taken_controls(metrics), *taken_calibrations(metrics)) if record["step"] > started]
+    return max(found, key=lambda record: record["step"], default=None)
 
 
 def start_batch(metrics: Metrics) -> int | None:

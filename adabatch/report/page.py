@@ -59,6 +59,7 @@ def _page(metrics: Metrics) -> str:
         _schedule(metrics),
         _resumes(metrics),
         _controls(metrics),
+        _calibrations(metrics),
         _configuration(metrics),
     )
     head = element(
@@ -293,6 +294,21 @@ def _controls(metrics: Metrics) -> Markup | None:
             outcome = f"refused: {record.get('reason')}"
         where = f"At step {_count(record['step'])}, {_count(record['samples'])} samples"
         parts.append(element("p", f"{where}, a request was {outcome}."))
+        parts += [changes] if changes else []
+    return joined(*parts)
+
+
+def _calibrations(metrics: Metrics) -> Markup | None:
+    """What the run measured of its critical batch while it ran, and what came of it."""
+    if not metrics.calibrations:
+        return None
+    parts: list[Markup] = [element("h2", "Calibrated while it ran")]
+    for record in metrics.calibrations:
+        changes, cost = _changes(record), record.get("cost") or {}
+        where = f"At step {_count(record['step'])}, {_count(record['samples'])} samples"
+        took = f"{_count(cost.get('samples') or 0)} samples in branches, not counted as training"
+        outcome = "taken" if record.get("outcome") == "taken" else "refused"
+        parts.append(element("p", f"{where}, {outcome}: {record.get('reason')} ({took})."))
         parts += [changes] if changes else []
     return joined(*parts)
 

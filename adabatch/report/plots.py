@@ -284,16 +284,21 @@ def _multiples(axes: Axes) -> None:
 
 
 def _marks(axes: Axes, metrics: Metrics, axis: str, *, changes: bool = True) -> None:
-    """Thin vertical lines where the batch changed, dashed ones where the run was resumed or told to change."""
+    """Thin vertical lines where the batch changed, dashed ones where the run was resumed, told to change or calibrated."""
     for record in history.changes(metrics)[:100] if changes else []:
         axes.axvline(record[axis], color=COLOURS["soft"], linewidth=0.6, alpha=0.55, zorder=0)
-    for record in [*metrics.resumes, *history.taken_controls(metrics)][:50]:
+    breaks = (*metrics.resumes, *history.taken_controls(metrics), *history.taken_calibrations(metrics))
+    for record in breaks[:50]:
         axes.axvline(record[axis], color=COLOURS["held"], linewidth=0.9, linestyle=(0, (1, 1.5)), zorder=0)
 
 
 def _mark_keys(metrics: Metrics, *, changes: bool = True) -> list[Key]:
     keys = [Key("soft", "thin", "batch changed")] if changes and history.changes(metrics) else []
-    breaks = (("resumed", metrics.resumes), ("told to change", history.taken_controls(metrics)))
+    breaks = (
+        ("resumed", metrics.resumes),
+        ("told to change", history.taken_controls(metrics)),
+        ("calibrated", history.taken_calibrations(metrics)),
+    )
     words = [word for word, found in breaks if found]
     return keys + ([Key("held", "dotted", " or ".join(words))] if words else [])
 

@@ -14,7 +14,7 @@ from adabatch.plan import ROUNDINGS, BatchLimits
 from adabatch.report import history
 from adabatch.report.costs import StepCosts, step_costs
 from adabatch.report.tradeoff import Part, Quantity, Tradeoff, parts_of, scale_of
-from adabatch.runlog import Metrics, text
+from adabatch.runlog import Metrics, calibrations, text
 from adabatch.runlog.reader import Record
 
 EFFICIENCIES = (0.5, 0.8, 0.9)
@@ -86,7 +86,8 @@ class Recommendation:
 
     Attributes:
         facts: ``run, policy, world, micro_batch, global_batch`` (in force), ``steps, samples, seconds``, ``ended``, and
-            of the noise scale now its ``geometry``, the other ``views`` and why it is ``thermometric``, if it is.
+            of the noise scale now its ``geometry``, the other ``views`` and why it is ``thermometric``, if it is; and
+            where the calibration was ``measured``: ``step, sample, value, low, high``, or ``None``.
         calibration: critical batch over noise scale; 1 is uncalibrated.
         confidence: coverage of the intervals.
         now: by the newest noise scale, against the batch in force.
@@ -107,7 +108,7 @@ class Recommendation:
 
     @property
     def calibrated(self) -> bool:
-        return self.calibration != 1.0
+        return self.calibration != 1.0 or self.facts["measured"] is not None
 
 
 def recommendation(metrics: Metrics, calibration: float | None = None) -> Recommendation:
@@ -115,15 +116,19 @@ def recommendation(metrics: Metrics, calibration: float | None = None) -> Recomm
 
     Args:
         metrics: the run's records.
-        calibration: critical batch over noise scale; by default the one that the run was configured with.
+        calibration: critical batch over noise scale; by default what was measured at the run's furthest checkpoint
+            (``calibrations.json``) in the geometry that decides, and else the one that the run was configured with.
 
     Raises:
-        NotMeasured: when there is no estimate in the records, with the likely reason.
+        NotMeasured: when there is no estimate in the records, with the likely reason, or the calibrations beside them
+            cannot be read.
         ValueError: for a calibration that is not above 0.
     """
     config = (metrics.start or {}).get("config") or {}
+    measured = _measured(metrics) if calibration is None else None
     if calibration is None:
-        calibration = float(_section(config, "policy").get("calibration") or 1.0)
+        configured = float(_section(config, "policy").get("calibration") or 1.0)
+        calibration = measured["value"] if measured else configured
     if not (calibration > 0.0 and math.isfinite(calibration)):
         raise ValueError(f"calibration must be above 0, got {calibration}")
     parts = parts_of(metrics, calibration)
@@ -137,7 +142,7 @@ def recommendation(metrics: Metrics, calibration: float | None = None) -> Recomm
     run = _outlook(whole.critical_batch.times(1.0 / calibration), whole, limits)
     costs = step_costs(metrics, limits)
     return Recommendation(
-        facts=_facts(metrics, limits, in_force) | _marks(newest),
+        facts=_facts(metrics, limits, in_force) | _marks(newest) | {"measured": measured},
         calibration=calibration,
         confidence=float(_section(config, "noise").get("confidence") or 0.95),
         now=now,
@@ -185,6 +190,16 @@ def _batches(now: Outlook, run: Outlook, in_force: int, limits: BatchLimits) -> 
 def _centre(critical: Quantity) -> float:
     """Where to draw around: the critical batch, or the bound that is known of it."""
     return max(critical.low if critical.value is None else critical.value, 1.0)
+
+
+def _measured(metrics: Metrics) -> dict[str, Any] | None:
+    """The calibration that was measured in the geometry of the newest noise scale, and where."""
+    newest = next((record for record in reversed(metrics.steps) if text.noise_scale(record) is not None), {})
+    try:
+        found = calibrations.latest(metrics.path.parent, newest.get("geometry"))
+    except ValueError as error:
+        raise NotMeasured(str(error)) from None
+    return found and {"step": found["step"], "sample": found["sample"], **found["ratios"][newest["geometry"]]}
 
 
 def _limits(metrics: Metrics, config: Mapping[str, Any]) -> BatchLimits:

@@ -56,14 +56,26 @@ def measured(advice: Recommendation) -> list[str]:
     """The noise scale now and over the run, and the data efficiency that the run had."""
     geometry = advice.facts["geometry"]
     about = [] if geometry in (None, "euclidean") else [_seen_by(geometry)]
-    about += [f"the critical batch is {advice.calibration:g} x it"] if advice.calibrated else []
+    about += [f"the critical batch is {advice.calibration:.3g} x it"] if advice.calibrated else []
     at = "noise scale" + (f" ({', '.join(about)})" if about else "")
     spent = advice.run.tradeoff.efficiency
     return [
         f"The {at} now: {_scale(advice.now.scale)}.",
         f"Over the run: {_scale(advice.run.scale)}, weighted by the progress that each stretch of samples made.",
         f"Data efficiency of the run: {interval(spent, text.percent)}{'' if advice.calibrated else ' (uncalibrated)'}.",
+        *_calibration(advice),
         *_other_views(advice),
+    ]
+
+
+def _calibration(advice: Recommendation) -> list[str]:
+    """Where the critical batch over the noise scale was measured, and its interval."""
+    found = advice.facts["measured"]
+    if found is None:
+        return []
+    return [
+        f"Critical batch over noise scale, as calibrated at step {found['step']:,}, sample {found['sample']:,}: "
+        f"{found['value']:.3g} [{found['low']:.3g}, {found['high']:.3g}]; the other intervals take it as exact."
     ]
 
 

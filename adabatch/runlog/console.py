@@ -76,6 +76,11 @@ class ConsoleLogger:
         for line in lines.controlled(record):
             screen.line(line, "yellow")
 
+    def _calibration(self, screen: Screen, record: Mapping[str, Any]) -> None:
+        self._progress.calibrated = record.get("calibrated", self._progress.calibrated)
+        for line in lines.calibrated(record):
+            screen.line(line, "yellow")
+
     def _end(self, screen: Screen, record: Mapping[str, Any]) -> None:
         screen.close()
         for line in lines.ended(record):
@@ -89,6 +94,7 @@ _SHOW: dict[str, Callable[[ConsoleLogger, Screen, Mapping[str, Any]], None]] = {
     "decision": ConsoleLogger._decision,
     "resume": ConsoleLogger._resume,
     "control": ConsoleLogger._control,
+    "calibration": ConsoleLogger._calibration,
     "end": ConsoleLogger._end,
 }
 

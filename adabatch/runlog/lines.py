@@ -156,6 +156,16 @@ def controlled(record: Mapping[str, Any]) -> list[str]:
     return [where + ("; changed:" if changes else ", and all of it is so already"), *changes]
 
 
+def calibrated(record: Mapping[str, Any]) -> list[str]:
+    """What came of a calibration inside the run, and what it took."""
+    cost = record.get("cost") or {}
+    where = f"calibration at step {record['step']:,}, {record['samples']:,} samples"
+    took = f"{cost.get('samples', 0):,} samples in branches, {text.duration(cost.get('seconds') or 0)} beside training"
+    if record.get("outcome") != "taken":
+        return [f"{where}: refused, the run goes on as it was: {record.get('reason')} ({took})"]
+    return [f"{where}: {record.get('reason')} ({took}); changed:", *_changed(record)]
+
+
 def resumed(record: Mapping[str, Any]) -> list[str]:
     """Where the run goes on, and what is different from then on."""
     changes = _changed(record)

@@ -98,6 +98,10 @@ class RunLog:
         """What came of a request to the running job: ``outcome`` (taken or refused), ``reason`` and ``changes``."""
         self._write("control", record)
 
+    def calibration(self, record: Mapping[str, Any]) -> None:
+        """What came of a calibration inside the run: ``outcome`` (taken or refused), ``reason``, ``changes``, ``cost``."""
+        self._write("calibration", record)
+
     def checkpoint(self, record: Mapping[str, Any]) -> None:
         """A checkpoint that is complete."""
         self._write("checkpoint", record)

@@ -20,7 +20,7 @@ class Metrics:
     Attributes:
         path: the file read.
         start: the last ``start`` record, or ``None``.
-        steps, evaluations, decisions, resumes, controls, checkpoints: the records of these kinds.
+        steps, evaluations, decisions, resumes, controls, calibrations, checkpoints: the records of these kinds.
         end: the ``end`` record of the last attempt; ``None`` while the run goes on, or when it was killed.
         superseded: records dropped because a later resume started from before them.
         damaged: numbers (from 1) of the lines that are no record, a torn last line included.
@@ -34,6 +34,7 @@ class Metrics:
     decisions: list[Record] = field(default_factory=list)
     resumes: list[Record] = field(default_factory=list)
     controls: list[Record] = field(default_factory=list)
+    calibrations: list[Record] = field(default_factory=list)
     checkpoints: list[Record] = field(default_factory=list)
     end: Record | None = None
     superseded: int = 0
@@ -44,7 +45,7 @@ class Metrics:
     def last(self) -> Record | None:
         """The record that is furthest along, of any kind."""
         records = [*self.steps, *self.evaluations, *self.decisions, *self.resumes]
-        records += [*self.controls, *self.checkpoints]
+        records += [*self.controls, *self.calibrations, *self.checkpoints]
         records += [record for record in (self.start, self.end) if record]
         return max(records, key=lambda record: (record["step"], record.get("seconds") or 0), default=None)
 
@@ -80,6 +81,7 @@ def read_metrics(folder_or_file: str | os.PathLike[str]) -> Metrics:
         decisions=_of_kind(final, "decision"),
         resumes=_of_kind(final, "resume"),
         controls=_of_kind(final, "control"),
+        calibrations=_of_kind(final, "calibration"),
         checkpoints=_of_kind(final, "checkpoint"),
         end=next((record for record in final if record["kind"] == "end"), None),
         superseded=_without_ends(records) - _without_ends(final),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 METRICS_FILE = "metrics.jsonl"
-KINDS = ("start", "step", "eval", "decision", "resume", "control", "checkpoint", "end")
+KINDS = ("start", "step", "eval", "decision", "resume", "control", "calibration", "checkpoint", "end")
 
 
 @dataclass(frozen=True, slots=True)

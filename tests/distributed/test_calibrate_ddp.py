@@ -9,11 +9,12 @@ import ranks
 import torch
 
 from adabatch import distributed
-from adabatch.calibrate import Branch, Snapshot, noise_scales
+from adabatch.calibrate import Branch, Snapshot, calibrate, noise_scales
 from adabatch.calibrate.branches import run
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "torch"))
 import test_calibrate as single  # noqa: E402
+import test_loop as loops  # noqa: E402
 
 GEOMETRIES = ("euclidean", "adam_sqrt", "sign")
 
@@ -42,3 +43,38 @@ def test_two_ranks_find_what_one_does_and_agree() -> None:
     for name in ("euclidean", "adam_sqrt"):
         # The same windows in the same groups of 4, cut differently over the ranks.
         assert 0.5 < first["scales"][name] / one["scales"][name] < 2.0
+
+
+def _trained(folder: Path) -> list[dict[str, object]]:
+    """A run straight through, and one that is calibrated after its second step and its tenth."""
+    found = []
+    for name in ("straight", "calibrated"):
+        asked: list[int] = []
+
+        def probe(trainer: loops.Trainer, interrupted: object) -> bool:
+            asked.append(trainer.controller.progress.steps)
+            if asked[-1] in (2, 10):
+                calibrate(single._bench_of(trainer), single.SMALLEST, present=trainer.controller.batch)
+            return False
+
+        trainer = loops.make(folder / name)
+        trainer.calibrate = probe if name == "calibrated" else None
+        with trainer.stream, trainer.tap, trainer.log:
+            trainer.train()
+        controller = trainer.controller
+        found.append(
+            {
+                "asked": asked,
+                "ledger": controller.ledger.to_dict(),
+                "measured": controller.state_dict()["measured"],
+                "weights": loops.parameters(trainer).tolist(),
+            }
+        )
+    return found
+
+
+def test_a_run_on_two_ranks_goes_on_bit_by_bit_after_it(tmp_path: Path) -> None:
+    for straight, calibrated in ranks.run(_trained, 2, tmp_path):
+        assert calibrated.pop("asked")[:2] == [1, 2] and not straight.pop("asked")
+        assert straight == calibrated
+        assert any(one["batch"] != one["previous"] for one in straight["ledger"]["decisions"])

@@ -258,9 +258,10 @@ def test_noise_scales_agree_with_the_exact_ones_and_leave_nothing_behind() -> No
     bench = make(dropout=0.0)
     exact = _exact(bench)
     before = state(bench)
-    found = noise_scales(bench, GEOMETRIES, samples=2048, dataset_size=len(TRAIN))
+    names, _ = measurable(bench, GEOMETRIES)
+    found = noise_scales(bench, names, samples=2048, dataset_size=len(TRAIN))
     assert same(before, state(bench))
-    assert set(found) == set(GEOMETRIES)
+    assert set(found) == set(names)
     assert found["euclidean"].low <= exact <= found["euclidean"].high
     assert found["euclidean"].samples == 2048 and found["sign"].samples == 2048
     bench.tap.detach()
@@ -279,10 +280,10 @@ def _exact(bench: Bench) -> float:
 def test_geometries_that_the_optimizer_does_not_have_are_told_and_unknown_ones_refused() -> None:
     bench = make("sgd")
     found, refused = measurable(bench, GEOMETRIES)
-    assert found == ["euclidean", "sign"] and set(refused) == {"adam", "adam_sqrt"}
-    assert "second moment" in refused["adam"]
-    with pytest.raises(ValueError, match="some of euclidean, adam, adam_sqrt, sign, got muon"):
-        measurable(bench, ["muon"])
+    assert found == ["euclidean", "sign"] and set(refused) == {"adam", "adam_sqrt", "muon"}
+    assert "second moment" in refused["adam"] and "torch.optim.Muon" in refused["muon"]
+    with pytest.raises(ValueError, match="some of euclidean, adam, adam_sqrt, sign, muon, got layers"):
+        measurable(bench, ["layers"])
     bench.tap.detach()
 
 

@@ -8,6 +8,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -374,6 +375,12 @@ def test_the_batch_of_the_fewest_seconds_is_where_brute_force_finds_it(tmp_path:
     assert ends(small.costs.fastest(small.run.critical)) == (16, 16, 16), "less than a micro-batch a rank is unknown"
 
 
+def test_a_fixed_cost_of_nothing_is_no_root_of_a_negative_number(tmp_path: Path) -> None:
+    advice = Run(tmp_path, world=2).write((16, 50, STEADY), (32, 50, STEADY)).advice()
+    costs = replace(advice.costs, model=replace(advice.costs.model, fixed=-1e-17))
+    assert ends(costs.fastest(advice.run.critical)) == (16, 16, 16)
+
+
 def test_one_batch_alone_identifies_no_fixed_cost(tmp_path: Path) -> None:
     advice = Run(tmp_path, world=2).write((32, 100, STEADY)).advice()
     assert advice.costs.model is None and advice.costs.fastest(advice.run.critical) is None
@@ -484,6 +491,45 @@ def test_a_run_without_a_configuration_is_enough(tmp_path: Path) -> None:
     advice = recommendation(read_metrics(tmp_path))
     assert (advice.facts["policy"], advice.facts["world"], advice.facts["micro_batch"]) == (None, 2, 8)
     assert words(advice).startswith(f"{tmp_path.name}: 2 ranks, 4,000 samples in 250 steps")
+
+
+# -- measured calibrations
+
+
+def calibration(sample: int, *, version: int = 1, **ratios: tuple[float | None, ...]) -> dict[str, Any]:
+    found = {name: dict(zip(("value", "low", "high"), ends)) for name, ends in ratios.items()}
+    return {"version": version, "step": sample // 16, "sample": sample, "ratios": found}
+
+
+def test_the_furthest_calibration_in_the_geometry_that_decides_counts(tmp_path: Path) -> None:
+    policy = {"name": "target_efficiency", "calibration": 5.0}
+    run = Run(tmp_path, policy=policy).write((16, 400, STEADY))
+    metrics = read_metrics(tmp_path)
+    for record in metrics.steps:
+        record["geometry"] = "adam"
+    assert recommendation(metrics).calibration == 5.0
+    rows = [
+        calibration(3200, adam=(2.0, 1.5, 2.5), euclidean=(9.0, 8.0, 10.0)),
+        calibration(1600, adam=(7.0, 6.0, 8.0)),
+        calibration(6400, adam=(4.0, 3.0, None)),  # open
+        calibration(6400, euclidean=(9.0, 8.0, 10.0)),  # another geometry
+    ]
+    (run.folder / "calibrations.json").write_text(json.dumps(rows), encoding="utf-8")
+    advice = recommendation(metrics)
+    assert ends(advice.now.critical) == close(96, 72, 144) and advice.calibrated
+    assert "as calibrated at step 200, sample 3,200: 2 [1.5, 2.5]" in words(advice)
+    assert recommend_text.to_dict(advice)["measured"]["sample"] == 3200
+    given = recommendation(metrics, 3.0)
+    assert given.calibration == 3.0 and given.facts["measured"] is None and "as calibrated" not in words(given)
+
+
+def test_calibrations_that_cannot_be_read_are_no_ground_to_recommend_by(tmp_path: Path) -> None:
+    run = Run(tmp_path).write((16, 400, STEADY))
+    for text in ("{", "[1]", json.dumps([calibration(8, version=99)])):
+        (tmp_path / "calibrations.json").write_text(text, encoding="utf-8")
+        with pytest.raises(NotMeasured, match="move it away"):
+            run.advice()
+        assert run.advice(2.0).calibration == 2.0
 
 
 # -- words and data
