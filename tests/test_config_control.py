@@ -239,7 +239,8 @@ def run(folder: Path, *overrides: str, make_task: Task_ = programs.tiny_task) ->
 
 
 def asks(folder: Path, text: str) -> Callable[[], None]:
-    return lambda: (folder / control.REQUEST).write_text(text, encoding="utf-8") and None
+    """Write what the verb would, which is taken at the first look."""
+    return lambda: (folder / control.REQUEST).write_text(f"{text}\n{control.END}", encoding="utf-8") and None
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -308,7 +309,7 @@ def test_two_changes_and_two_refusals_are_on_the_record(tmp_path: Path, capsys) 
     assert "Changed while it ran" in page and "a request was refused" in page
     assert main(["ledger", str(folder)]) == 0
     assert "changed while it ran at sample" in capsys.readouterr().out
-    assert control.read_answer(folder)["digest"] == control.digest_of(texts[-1].encode())
+    assert control.read_answer(folder)["digest"] == control.digest_of((folder / control.REQUEST).read_bytes())
     kept = sorted(path.name for path in folder.glob("config*.yaml"))
     assert kept == ["config.1.yaml", "config.2.yaml", "config.yaml"]
     assert [one.get("live_since_sample") for one in read_launches(folder)] == [
@@ -368,6 +369,30 @@ def test_cadences_and_bounds_of_the_loop_change_too(tmp_path: Path) -> None:
     read = read_metrics(folder)
     assert [one["samples"] for one in read.evaluations] == [0, 48]
     assert read.end["reason"] == "loss" and read.checkpoints[0]["samples"] == 48
+
+
+def test_a_file_that_is_being_written_by_hand_is_taken_when_it_is_whole(tmp_path: Path) -> None:
+    """Half of "limits.max_batch: 64" is a request as well. It is taken when two looks have found it the same."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+
+    def make(config: DictConfig) -> Task:
+        task = programs.tiny_task(config)
+        seen = iter(range(1, 10**6))
+        writes = {1: "limits.max_batch: 6", 3: "limits.max_batch: 64\ndamping.dwell: 2"}
+
+        def loss(model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, None]:
+            if model.training and (text := writes.get(next(seen))):
+                (folder / control.REQUEST).write_text(text, encoding="utf-8")
+            return task.loss(model, batch)
+
+        return Task(task.model, task.train_data, task.held_out, loss, task.metrics, task.tokens_per_sample)
+
+    run(folder, "policy=observe", "noise.decide_every=1", "limits.micro_batch=8", make_task=make)
+    [told] = read_metrics(folder).controls
+    assert told["outcome"] == "taken" and {one["key"] for one in told["changes"]} == {"limits.max_batch", "damping.dwell"}
+    # Two micro-batches a step: written in the second, seen after it, and taken after the third.
+    assert Ledger.load(folder).splices[0].step == 3
 
 
 def test_an_empty_or_unreadable_file_stops_nothing(tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ CHECKPOINT = {
     "controller": ["batch", "measured", "memory", "policy", "progress", "timed", "version"],
     "data": ["content", "size", "type"],
     "ledger": ["decisions", "format", "segments", "skipped", "splices", "version"],
-    "loop": ["last_record", "losses", "scaler", "seconds"],
+    "loop": ["last_record", "losses", "probes", "scaler", "seconds"],
     "run": ["config", "world"],
 }
 

@@ -6,6 +6,8 @@ when a decision is due. Rows may be nested or not, and ``policy: fixed`` chooses
     policy.target_efficiency: 0.8
     limits: {max_batch: 512}
 
+A file that was written by hand is taken when two looks in a row find it the same: an editor may be about to write the
+rest.
 ``control.answer.json`` beside it says what came of the last request. What was answered is not looked at again, whoever
 goes on with the run; a changed file is a new request.
 """
@@ -35,6 +37,8 @@ from adabatch.noise import NoiseEstimator
 from adabatch.plan import BatchLimits
 
 REQUEST = "control.yaml"
+# The last line of what the verb writes: a text that ends with it is whole, also after an edit by hand.
+END = "# end\n"
 ANSWER = "control.answer.json"
 
 # What moves the batch, and cadences. Anything else is built into the running parts, or is what their state means.
@@ -145,6 +149,11 @@ def read_request(text: bytes) -> Request:
     return Request(digest_of(text), tuple(_overrides(asked, "")))
 
 
+def ends_as_written(text: bytes) -> bool:
+    """Whether nothing of a request can be missing; an editor may not have written the rest of any other."""
+    return text.endswith(END.encode())
+
+
 def digest_of(text: bytes) -> str:
     """What tells one request from another."""
     return hashlib.sha256(text).hexdigest()
@@ -173,7 +182,7 @@ def write_request(folder: Path, overrides: Sequence[str]) -> str:
     """Ask the run in ``folder`` for ``overrides`` and nothing else; returns the digest."""
     rows = {_key(override): _value(override) for override in overrides}
     head = f"# asked for by adabatch control at {time.strftime('%Y-%m-%d %H:%M:%S')}, {time.time_ns()}\n"
-    text = head + yaml.safe_dump(rows, sort_keys=False)
+    text = head + yaml.safe_dump(rows, sort_keys=False) + END
     resume.write_whole(folder / REQUEST, text)
     return digest_of(text.encode())
 

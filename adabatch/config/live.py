@@ -42,6 +42,7 @@ class LiveControl:
         self._name, self._folder = name, folder
         self._launch = {key: config[key] for key in LAUNCH_KEYS if not OmegaConf.is_dict(config[key])}
         self._seen: _Signature | None = None
+        self._glimpsed: _Signature | None = None
 
     def __call__(self, trainer: Trainer) -> None:
         """Take over what the file asks for, if it is new, and answer it."""
@@ -68,11 +69,16 @@ class LiveControl:
         signature = (status.st_mtime_ns, status.st_size, status.st_ino)
         if signature == self._seen:
             return None
-        self._seen = signature
         try:
             text = file.read_bytes()
         except OSError as error:
+            self._seen = signature
             return {"digest": None, "refusal": f"{control.REQUEST} cannot be read: {error}"}
+        # A file that is being written by hand is one that differs the next time.
+        if not control.ends_as_written(text) and signature != self._glimpsed:
+            self._glimpsed = signature
+            return None
+        self._seen = signature
         if control.digest_of(text) == control.read_answer(self._folder).get("digest"):
             return None
         return self._judge(text)

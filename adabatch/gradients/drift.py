@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from adabatch.gradients.rulers import summed
 from adabatch.gradients.sharding import local
 
+# Elements that are multiplied at once.
+PART = 262_144
+
 
 def product(optimizers: Sequence[torch.optim.Optimizer], device: torch.device) -> Tensor | None:
     """Sum of gradient times average past gradient over all parameters that have both, a scalar in double precision.
@@ -22,7 +25,7 @@ def product(optimizers: Sequence[torch.optim.Optimizer], device: torch.device) -
     buffer, whose weights sum to 1/(1 - mu); with ``maximize`` they average the negative. ``None`` when no optimizer keeps a momentum (yet), on all ranks alike.
     """
     products = [
-        torch.dot(_flat(gradient), _flat(momentum)) * scale
+        _dot(_flat(gradient), _flat(momentum)) * scale
         for optimizer in optimizers
         for gradient, momentum, scale in _pairs(optimizer)
     ]
@@ -41,6 +44,12 @@ def _pairs(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, Tensor, f
                 yield local(parameter.grad), local(state["exp_avg"]), sign / (1 - group["betas"][0] ** state["step"])
             elif state.get("momentum_buffer") is not None:
                 yield local(parameter.grad), local(state["momentum_buffer"]), sign * (1 - group["momentum"])
+
+
+def _dot(left: Tensor, right: Tensor) -> Tensor:
+    """In parts, which need no memory to speak of; by sums, as in ``preconditioned``, and not by BLAS."""
+    parts = [(one * other).sum() for one, other in zip(left.split(PART), right.split(PART))]
+    return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
 
 
 def _flat(tensor: Tensor) -> Tensor:

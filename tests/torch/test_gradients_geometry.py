@@ -64,7 +64,8 @@ def test_views_are_those_of_the_state_before_the_step(name: str, dtype: torch.dt
         if number < 5:
             assert measured.views == {}
         else:
-            assert geometries.difference(measured, expected) < (1e-6 if dtype == torch.float32 else 1e-12)
+            # In single precision the gradients themselves differ: micro-batches are added up in another order.
+            assert geometries.difference(measured, expected) < (3e-6 if dtype == torch.float32 else 1e-12)
 
 
 @pytest.mark.parametrize("name", BOTH)
