@@ -95,7 +95,7 @@ def run(config: DictConfig, arguments: Sequence[str]) -> int:
 if __name__ == "__main__":
     mark(HeldOut, "evaluate", "evaluation")
     mark(Checkpoints, "save", "checkpoint")
-    mark(Controller, "_follow_closed_loop", "decision")
+    mark(Controller, "_follow_measurements", "decision")
     mark(Trainer, "record_decision", "decision")
     mark(launching, "write_report", "report")
     schemas = {"model": {"gpt": recipe.GptConfig}, "data": {"text": recipe.TextConfig}}

@@ -214,6 +214,7 @@ def by_hand(case: Case, ledger: Ledger, steps: int) -> Tensor:
     optimizer = make_optimizer(case, model)
     order = data.SampleOrder(len(dataset), SEED)
     reference = ledger.segments[0].global_batch
+    last_gain = 1.0
     for step in range(steps):
         first, batch = ledger.offset(step), ledger.batch_at_step(step)
         indices = [order.index(position) for position in range(first, first + batch)]
@@ -227,6 +228,10 @@ def by_hand(case: Case, ledger: Ledger, steps: int) -> Tensor:
         for group in optimizer.param_groups:
             group["lr"] = 0.05 * decay * gain
             group["weight_decay"] = 1e-4 * batch / reference / gain
+        # The velocity, learning rate times buffer, goes on through a change of the learning rate.
+        for state in optimizer.state.values():
+            state["momentum_buffer"].mul_(last_gain / gain)
+        last_gain = gain
         optimizer.step()
         optimizer.zero_grad()
     return flat(model)
