@@ -291,6 +291,7 @@ class Controller:
             found = limited(self.batch, self.limits)
             if found is not None:
                 self._follow(replace(found, estimate=self._observed.estimate_dict()))
+        self._standing.not_later(self.progress, self.decide_every, self.batch)
         self._require_measurable(self.policy, self.limits, self.batch)
 
     def _require_measurable(self, policy: Policy, limits: BatchLimits, batch: int) -> None:
@@ -314,7 +315,14 @@ class Controller:
 
     def _facts(self) -> Facts:
         observed = self._observed
-        return Facts(self._known(), self.batch, observed.reading.estimate, observed.losses.mean, observed.price)
+        return Facts(
+            self._known(),
+            self.batch,
+            observed.reading.estimate,
+            observed.losses.mean,
+            observed.price,
+            observed.telling_batch,
+        )
 
     def _want(self) -> Wanted | None:
         return self.policy.value(self._policy_state, self._facts())

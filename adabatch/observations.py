@@ -104,6 +104,7 @@ class Observations:
         reading: what the measurements come to, as of the last one that was read.
         losses: what their losses come to.
         price: what a step costs beside its samples; ``None`` before enough steps were timed.
+        telling_batch: the global batch whose steps would tell the price, where the present one's cannot.
     """
 
     def __init__(
@@ -129,6 +130,7 @@ class Observations:
         self.reading = Reading()
         self.losses = Losses()
         self.price: Price | None = None
+        self.telling_batch: int | None = None
 
     # -- before a step
 
@@ -194,6 +196,7 @@ class Observations:
     def find_price(self, batch: int) -> None:
         """Set the price to that of a step of ``batch`` samples, by the times that were taken in."""
         self.price = self._throughput.price(self._timed, batch)
+        self.telling_batch = self._throughput.telling_batch(self._timed, batch)
 
     def step_time(self) -> StepTime | None:
         """How long a step takes, by the same times."""

@@ -49,6 +49,10 @@ class Standing:
         self.tokens_when_due = progress.tokens
         self.due_at = progress.samples + samples_in(steps, batch)
 
+    def not_later(self, progress: Progress, steps: int, batch: int) -> None:
+        """Other settings hold from here on: the next due date is at most ``steps`` steps of ``batch`` away."""
+        self.due_at = min(self.due_at, progress.samples + samples_in(steps, batch))
+
 
 def _scale_of(estimate: Mapping[str, Any] | None) -> float | None:
     return supported_scale(Estimate.from_dict(estimate)) if estimate else None

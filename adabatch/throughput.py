@@ -32,6 +32,8 @@ WARMING = 2
 FADING, FORGOTTEN = 512, 4096
 # Normal quantile of the 95 % intervals.
 QUANTILE = 1.959964
+# Micro-batches of a step inside which its parts are told apart.
+TELLING = 3
 # Relative standard error below which no median of step times is believed.
 FINEST = 1e-4
 
@@ -250,6 +252,20 @@ class Throughput:
         below = known.price_below(self.limits.world, self.fewest)
         return below if batch < brim else Price(above.value, min(above.low, below.low), max(above.high, below.high))
 
+    def telling_batch(self, state: State, batch: int) -> int | None:
+        """The global batch whose steps would tell the price, where those of ``batch`` cannot; otherwise ``None``.
+
+        The parts of a step are told apart inside it from three micro-batches on a rank, which may be single samples
+        unless only whole micro-batches are allowed. (Two micro-batches of one sample against one of two leave open what
+        a sample costs.)
+        """
+        price = self.price(state, batch)
+        if price is None or price.resolved or price.low > 0.0:
+            return None
+        divisible = self.limits.micro_batch > 2 and self.limits.rounding != "whole"
+        telling = samples_in(self.limits.world, TELLING if divisible else TELLING * self.limits.micro_batch)
+        return telling if batch < telling else None
+
     def teaches(self, state: State, plan: BatchPlan) -> bool:
         """Whether steps split as in ``plan`` would still add something: they were timed less often than is kept."""
         shape = list(_shape(plan))
@@ -311,24 +327,36 @@ def _step_time(costs: Vector, unit: float, micro_batch: int) -> StepTime:
 
 
 def _solve(rows: Iterable[tuple[Vector, float, float]]) -> tuple[Vector, Sequence[Vector]]:
-    """Weighted least squares from rows of (coefficients, value, variance): the solution and its covariance."""
-    rows = list(rows)
-    normal = [[sum(x[i] * x[j] / v for x, _, v in rows) for j in range(3)] for i in range(3)]
-    right = [sum(x[i] * y / v for x, y, v in rows) for i in range(3)]
-    covariance = _inverse(normal)
-    return [_dot(row, right) for row in covariance], covariance
+    """Weighted least squares from rows of (coefficients, value, variance): the solution and its covariance.
+
+    By Givens rotations of the rows into a triangle, and not from the normal equations: these lose everything beside an
+    observation that is known far better than the rest, and variances come out negative.
+    """
+    triangle = [[0.0] * 4 for _ in range(3)]
+    for coefficients, value, variance in rows:
+        weight = 1.0 / math.sqrt(variance)
+        row = [weight * one for one in (*coefficients, value)]
+        for i in range(3):
+            if row[i] != 0.0:
+                length = math.sqrt(triangle[i][i] * triangle[i][i] + row[i] * row[i])
+                cosine, sine = triangle[i][i] / length, row[i] / length
+                triangle[i], row = (
+                    [cosine * a + sine * b for a, b in zip(triangle[i], row)],
+                    [cosine * b - sine * a for a, b in zip(triangle[i], row)],
+                )
+    inverse = _inverse(triangle)
+    solution = [_dot(row, [one[3] for one in triangle]) for row in inverse]
+    return solution, [[_dot(row, other) for other in inverse] for row in inverse]
 
 
-def _inverse(matrix: Sequence[Vector]) -> list[list[float]]:
-    """Of a positive definite 3 x 3 matrix, by its cofactors."""
-    (a, b, c), (_, d, e), (_, _, f) = matrix
-    cofactors = [
-        [d * f - e * e, c * e - b * f, b * e - c * d],
-        [0.0, a * f - c * c, b * c - a * e],
-        [0.0, 0.0, a * d - b * b],
-    ]
-    determinant = a * cofactors[0][0] + b * cofactors[0][1] + c * cofactors[0][2]
-    return [[cofactors[min(i, j)][max(i, j)] / determinant for j in range(3)] for i in range(3)]
+def _inverse(triangle: Sequence[Vector]) -> list[list[float]]:
+    """Of the upper triangular matrix in the first three columns."""
+    inverse = [[0.0] * 3 for _ in range(3)]
+    for j in range(3):
+        for i in range(j, -1, -1):
+            rest = sum(triangle[i][k] * inverse[k][j] for k in range(i + 1, j + 1))
+            inverse[i][j] = ((1.0 if i == j else 0.0) - rest) / triangle[i][i]
+    return inverse
 
 
 def _fieller(top: float, bottom: float, var_top: float, covariance: float, var_bottom: float) -> tuple[float, float]:

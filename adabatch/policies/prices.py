@@ -38,6 +38,12 @@ class WallClock(Stateless):
             return None
         # "0 or more" says nothing; without the interval gate, it would pass for a step that is free.
         if not (price.resolved or price.low > 0):
+            if facts.telling_batch is not None:
+                return exactly(
+                    facts.telling_batch,
+                    f"price not resolved: steps of {facts.batch} do not tell what is paid once per step, and those of "
+                    f"{facts.telling_batch} will",
+                )
             return exactly(math.nan, "price not resolved: the steps so far do not tell what is paid once per step")
         return _fastest(facts, price, self.calibration)
 

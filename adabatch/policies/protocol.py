@@ -47,6 +47,7 @@ class Facts:
         estimate: the noise estimate that decisions go by, if there is one.
         loss: mean training loss of the last windows, if it is known.
         price: what a step costs, if it was measured.
+        telling_batch: the global batch whose steps would tell the price, where those of the present one cannot.
     """
 
     progress: Progress
@@ -54,6 +55,7 @@ class Facts:
     estimate: Estimate | None = None
     loss: float | None = None
     price: Price | None = None
+    telling_batch: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

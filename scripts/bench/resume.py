@@ -132,10 +132,12 @@ def facts(folder: Path) -> dict[str, Any]:
     """What a finished run leaves and does not depend on time, in parts to be compared."""
     metrics, path = read_metrics(folder), Checkpoints(folder / "checkpoints").latest()
     assert path is not None, f"{folder} has no checkpoint"
+    controller = json.loads((path / "controller.json").read_text())
+    del controller["timed"]
     return {
         "tensors": digests(path),
         "optimizer": (path / "optimizer.json").read_text(),
-        "controller": (path / "controller.json").read_text(),
+        "controller": controller,
         "generators": {file.name: file.read_text() for file in path.glob("rng-*.json")},
         "ledger": (folder / "ledger.json").read_text(),
         "log": [

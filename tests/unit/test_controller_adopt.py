@@ -99,6 +99,36 @@ def test_a_live_change_is_a_resume_under_the_change(change: dict[str, Any], at: 
     assert [live.ledger.batch_at_step(step) for step in range(at)] == [Ledger(past).batch_at_step(s) for s in range(at)]
 
 
+def decided(run: Controller) -> int:
+    return sum(decision.count for decision in run.ledger.decisions)
+
+
+@pytest.mark.parametrize("resumed", [False, True], ids=["live", "resumed"])
+@pytest.mark.parametrize(
+    ("change", "steps_apart", "batch"),
+    [({"limits": BatchLimits(2, 4, 8, 24)}, 8, 24), ({"decide_every": 2}, 2, 512)],
+    ids=["a smaller batch", "more often"],
+)
+def test_the_next_decision_is_no_further_away_than_the_new_settings_say(
+    change: dict[str, Any], steps_apart: int, batch: int, resumed: bool
+) -> None:
+    more = {"limits": BatchLimits(2, 4, 512, 512), "start_batch": 512, "decide_every": 8}
+    run = controller(**more)
+    steps(run, 9)
+    if resumed:
+        state = saved(run)
+        run = controller(**{**more, **change})
+        run.load_state_dict(*state)
+    else:
+        run.adopt(**change)
+    before, since = decided(run), run.progress.samples
+    steps(run, steps_apart - 1)
+    assert decided(run) == before
+    steps(run, 1)
+    assert decided(run) == before + 1
+    assert run.progress.samples == since + steps_apart * batch
+
+
 def test_a_policy_there_and_back_begins_afresh() -> None:
     run = controller()
     steps(run, 40)

@@ -119,21 +119,41 @@ def test_the_samples_of_a_varied_step_are_those_of_any_other() -> None:
     assert [plan.first_sample for plan in plans[1:]] == [plan.last_sample for plan in plans[:-1]]
 
 
-@pytest.mark.parametrize(
-    ("policy", "more"),
-    [
-        (Observe(), {}),
-        (WallClock(), {"limits": BatchLimits(2, 8, rounding="whole")}),
-        (WallClock(), {"limits": BatchLimits(2, 1)}),
-    ],
-)
-def test_nothing_is_varied_where_nobody_asks_or_micro_batches_cannot_be_smaller(policy: Policy, more: Any) -> None:
-    run = controller(policy, **{"start_batch": 16 if "limits" not in more else more["limits"].micro_batch * 2, **more})
-    plans, decisions = train(run, Machine(0.09), 100)
+def test_nothing_is_varied_where_nobody_asks() -> None:
+    run = controller(Observe())
+    plans, _ = train(run, Machine(0.09), 100)
     assert not any(plan.varied for plan in plans)
     assert run.price.high == math.inf and run.batch == plans[0].global_batch
-    if isinstance(policy, WallClock):
-        assert "price not resolved" in decisions[-1].reason
+
+
+@pytest.mark.parametrize(
+    ("limits", "start", "telling", "price"),
+    [
+        (BatchLimits(2, 8, rounding="whole", max_batch=4096), 16, 48, 0.09 / 0.01 * 16),
+        (BatchLimits(2, 2, max_batch=4096), 4, 12, 0.09 / 0.004 * 4),
+        (BatchLimits(2, 1, max_batch=4096), 2, 6, 0.09 / 0.003 * 2),
+        (BatchLimits(2, 8, max_batch=4096), 4, 6, 0.09 / 0.01 * 16),
+    ],
+    ids=["whole micro-batches", "of two", "of one", "two samples on a rank"],
+)
+def test_a_batch_whose_steps_cannot_tell_the_price_grows_to_one_that_can(
+    limits: BatchLimits, start: int, telling: int, price: float
+) -> None:
+    run = controller(limits=limits, start_batch=start)
+    plans, decisions = train(run, Machine(0.09), 600)
+    first = decisions[0]
+    assert start < first.batch <= telling
+    assert f"steps of {start} do not tell what is paid once per step, and those of {telling} will" in first.reason
+    assert run.price.resolved and run.price.value == pytest.approx(price, rel=0.02)
+    wanted = math.sqrt(price * 400)
+    assert wanted / 1.25 < run.batch < wanted * 1.25
+
+
+def test_a_bound_below_the_batch_that_would_tell_the_price_is_where_it_ends() -> None:
+    run = controller(limits=BatchLimits(2, 8, rounding="whole", max_batch=16))
+    _, decisions = train(run, Machine(0.09), 100)
+    assert run.batch == 16 and not run.price.resolved
+    assert "price not resolved" in decisions[-1].reason
 
 
 def test_a_resumed_run_goes_on_with_the_same_splits_and_price() -> None:

@@ -57,6 +57,13 @@ def test_the_inside_of_a_step_tells_its_costs_apart() -> None:
     assert (model.step_time.fixed, model.step_time.of_micro_batch(8)) == pytest.approx((0.5, 0.1))
 
 
+def test_one_split_that_is_known_to_the_last_digit_tells_nothing_apart_either() -> None:
+    model = found(totals((1, 2, 0.094)))
+    assert all(model.covariance[i][i] > 0 for i in range(3))
+    price = model.price_below(2, 1)
+    assert (price.low, price.high) == (0.0, math.inf)
+
+
 @pytest.mark.parametrize("seen", [[(2, 16, 0.5)], [(2, 16, 0.5), (2, 16, 0.52)]])
 def test_one_split_alone_tells_nothing_apart(seen: list[tuple[int, int, float]]) -> None:
     price = found(totals(*seen)).price(1)
