@@ -36,7 +36,7 @@ from adabatch.standing import Standing
 from adabatch.throughput import ReadableLap, StepTime
 from adabatch.verdicts import Verdict, limited, scheduled, verdict
 
-STATE_VERSION = 3
+STATE_VERSION = 4
 
 
 @dataclass(slots=True)

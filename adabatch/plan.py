@@ -26,8 +26,8 @@ class Scales:
         eps: multiplier of Adam's epsilon.
         weight_decay: multiplier of the decoupled weight decay.
         clip: multiplier of the gradient-norm threshold.
-        second_moment: batch that the noise in Adam's second moment belongs to, over the reference batch; the noise part
-            is divided by its change (1 leaves it alone).
+        second_moment: power of the global batch's change that the noise part of Adam's second moment is divided by: 1,
+            or 0, which leaves it alone.
         step_counter: reference steps that Adam's step counter counts as one; the counter is divided by its change
             (1 leaves it alone).
         momentum_buffer: learning-rate multiplier that SGD's momentum buffer belongs to; the buffer is divided by its
@@ -41,7 +41,7 @@ class Scales:
     eps: float = 1.0
     weight_decay: float = 1.0
     clip: float = 1.0
-    second_moment: float = 1.0
+    second_moment: float = 0.0
     step_counter: float = 1.0
     momentum_buffer: float = 1.0
 

@@ -132,7 +132,7 @@ class Scaling:
             eps=1 / math.sqrt(kappa) if self.eps else 1.0,
             weight_decay=kappa / lr if self.weight_decay else 1.0,
             clip=self._clip(batch, noise_scale) if self.clip else 1.0,
-            second_moment=kappa,
+            second_moment=1.0,
             step_counter=kappa if self.beta2 else 1.0,
             momentum_buffer=lr,
         )

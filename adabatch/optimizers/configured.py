@@ -20,7 +20,9 @@ KINDS = ("adam", "sgd", "muon")
 BASE = {"lr": "adabatch_base_lr", "eps": "adabatch_base_eps", "weight_decay": "adabatch_base_weight_decay"}
 BASE_BETAS = ("adabatch_base_beta1", "adabatch_base_beta2")
 LR = "adabatch_lr"
-CARRIED = {name: f"adabatch_{name}" for name in ("second_moment", "step_counter", "momentum_buffer")}
+CARRIED = {name: f"adabatch_{name}" for name in ("step_counter", "momentum_buffer")}
+# The global batch of the last step, to which the noise in the state belongs, whatever the reference batch is.
+BATCH = "adabatch_batch"
 # A key that users may set themselves.
 KIND = "adabatch_kind"
 
@@ -60,7 +62,7 @@ def prepare(optimizer: Optimizers) -> None:
                 _refuse_differentiable(one, index)
     for group in _groups(every):
         if LR not in group:
-            group.update(_present(group), **{LR: number(group["lr"])}, **dict.fromkeys(CARRIED.values(), 0.0))
+            group.update(_present(group), **{LR: number(group["lr"])}, **dict.fromkeys((BATCH, *CARRIED.values()), 0.0))
 
 
 def bases(optimizer: Optimizers) -> list[dict[str, float]]:

@@ -19,6 +19,7 @@ from adabatch.optimizers import state
 from adabatch.optimizers.configured import (
     BASE,
     BASE_BETAS,
+    BATCH,
     CARRIED,
     KIND,
     KINDS,
@@ -39,6 +40,7 @@ class _Change:
 
     optimizer: torch.optim.Optimizer
     group: dict[str, Any]
+    batch: int
     scales: Scales
     treated_as: str
     values: dict[str, float]
@@ -90,12 +92,14 @@ def _change(plan: BatchPlan, optimizer: torch.optim.Optimizer, index: int, assum
         betas = _betas(group, (scales.beta1_exponent, scales.beta2_exponent))
     for key, value in values.items():
         _require_value(optimizer, index, key, value)
-    return _Change(optimizer, group, scales, treated_as, values, betas)
+    return _Change(optimizer, group, plan.global_batch, scales, treated_as, values, betas)
 
 
 def _carry_out(change: _Change) -> None:
     group, scales = change.group, change.scales
     ratios = {name: getattr(scales, name) / group[key] for name, key in CARRIED.items() if group[key]}
+    if group[BATCH]:
+        ratios["second_moment"] = (change.batch / group[BATCH]) ** scales.second_moment
     if change.treated_as == "sgd":
         state.carry_buffers(change.optimizer, group, ratios)
     if change.betas is not None:
@@ -103,7 +107,8 @@ def _carry_out(change: _Change) -> None:
         _put_betas(group, change.betas)
     for key, value in change.values.items():
         _put(group, key, value)
-    group.update({LR: number(group["lr"])} | {key: getattr(scales, name) for name, key in CARRIED.items()})
+    carried = {key: getattr(scales, name) for name, key in CARRIED.items()}
+    group.update({LR: number(group["lr"]), BATCH: float(change.batch)} | carried)
 
 
 def _put(group: dict[str, Any], key: str, value: float) -> None:
@@ -170,7 +175,9 @@ def _require_legal(plan: BatchPlan) -> None:
     for scales in (plan.scales, *plan.by_kind.values()):
         for name in Scales.__dataclass_fields__:
             value = getattr(scales, name)
-            if not 0 < value < math.inf:
+            if name == "second_moment" and value not in (0, 1):
+                raise ValueError(f"the plan's scale {name}={value} must be 0 or 1")
+            if name != "second_moment" and not 0 < value < math.inf:
                 raise ValueError(f"the plan's scale {name}={value} must be above 0 and finite")
     if not 0 <= plan.schedule < math.inf:
         raise ValueError(f"the plan's learning-rate schedule is {plan.schedule}; it must be 0 or more and finite")

@@ -154,7 +154,7 @@ ADAM_ARMS = (
     Arm("without learning rate", without(lr=1.0)),
     Arm("without beta2 (and counter)", without(beta2_exponent=1.0, step_counter=1.0)),
     Arm("without step counter", without(step_counter=1.0)),
-    Arm("without second moment", without(second_moment=1.0)),
+    Arm("without second moment", without(second_moment=0.0)),
     Arm("without epsilon", without(eps=1.0)),
     Arm("without weight decay", without(weight_decay=1.0)),
     Arm("with beta1, too", beta1_moves),

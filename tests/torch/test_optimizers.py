@@ -17,6 +17,7 @@ from adabatch.controller import Controller
 from adabatch.ledger import Ledger, Segment
 from adabatch.plan import BatchLimits, BatchPlan, Scales
 from adabatch.policies import Replay
+from adabatch.scaling import Scaling
 
 ADAMS: dict[str, dict[str, object]] = {
     "plain": {"foreach": False},
@@ -28,9 +29,9 @@ ADAMS: dict[str, dict[str, object]] = {
 def plan(kappa: float, *, schedule: float = 1.0, scales: Scales | None = None) -> BatchPlan:
     """A plan with the square-root rule and all companions at ``kappa`` reference batches."""
     root = math.sqrt(kappa)
-    moves = {"second_moment": kappa, "step_counter": kappa}
+    moves = {"second_moment": 1.0, "step_counter": kappa}
     scales = scales or Scales(kappa, lr=root, beta2_exponent=kappa, eps=1 / root, weight_decay=root, **moves)
-    return BatchPlan(0, 0, 8, 1, 8, 1, True, schedule, scales)
+    return BatchPlan(0, 0, round(8 * kappa), 1, 8, 1, True, schedule, scales)
 
 
 def trained(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], steps: int = 20) -> torch.optim.Optimizer:
@@ -154,13 +155,14 @@ def test_betas_stay_below_one_at_tiny_batches() -> None:
         Scales(beta1_exponent=0.0),
         Scales(beta2_exponent=0.0),
         Scales(second_moment=math.nan),
+        Scales(second_moment=0.5),
         Scales(step_counter=math.inf),
     ],
 )
 def test_illegal_scales_change_nothing(scales: Scales) -> None:
     optimizer = trained(adam())
     before = copy.deepcopy(optimizer.state_dict())
-    with pytest.raises(ValueError, match="must be above 0 and finite"):
+    with pytest.raises(ValueError, match="must be above 0 and finite|must be 0 or 1"):
         optimizers.apply(plan(1, scales=scales), optimizer)
     assert same(before, optimizer.state_dict())
 
@@ -210,7 +212,7 @@ def test_the_noise_part_of_the_second_moment_follows_the_batch(
     """v_hat -> s + (v_hat - s) / kappa, with and without betas that move; 20 gradients weigh in m_hat."""
     optimizer = trained(adam(**options))
     before = hats(optimizer)
-    scales = None if betas_move else Scales(kappa, lr=kappa**0.5, second_moment=kappa)
+    scales = None if betas_move else Scales(kappa, lr=kappa**0.5, second_moment=1.0)
     optimizers.apply(plan(kappa, scales=scales), optimizer)
     weights = torch.tensor([0.1 * 0.9**age for age in range(20)], dtype=torch.float64)
     share = float((weights / weights.sum()).square().sum())
@@ -271,10 +273,32 @@ def test_nothing_moves_without_scaling() -> None:
     optimizer = trained(adam())
     before = copy.deepcopy(optimizer.state_dict())
     for kappa in (0.25, 4.0):
-        optimizers.apply(plan(1, scales=Scales(kappa, clip=0.3)), optimizer)
-        after = optimizer.state_dict()
+        optimizers.apply(plan(kappa, scales=Scales(kappa, clip=0.3)), optimizer)
+        after = copy.deepcopy(optimizer.state_dict())
         assert same(before["state"], after["state"])
-        assert same(before["param_groups"], after["param_groups"])
+        [group], [configured] = after["param_groups"], before["param_groups"]
+        assert same(group, {**configured, "adabatch_batch": 8 * kappa}), "but for the batch that is remembered"
+
+
+@pytest.mark.parametrize("rule_before", ["none", "sqrt"])
+def test_another_rule_or_reference_batch_at_the_same_batch_leaves_the_second_moment_alone(rule_before: str) -> None:
+    """As when a run is resumed with them; from then on it follows the batch, from the one that it really had."""
+
+    def at(batch: int, rule: str, reference: int) -> BatchPlan:
+        return BatchPlan(0, 0, batch, 1, 8, 1, scales=Scaling(rule, reference, beta2=False).scales(batch, None))
+
+    optimizer = trained(adam())
+    optimizers.apply(at(64, rule_before, 8), optimizer)
+    before = hats(optimizer)
+    optimizers.apply(at(64, "sqrt", 32), optimizer)
+    for (_, v, _, _), (_, new_v, _, _) in zip(before, hats(optimizer)):
+        assert torch.allclose(new_v, v, rtol=1e-5)
+    other = trained(adam())
+    optimizers.apply(at(64, rule_before, 8), other)
+    optimizers.apply(at(128, "sqrt", 32), optimizer)
+    optimizers.apply(at(128, "sqrt", 8), other)
+    for (_, one, _, _), (_, two, _, _), (_, v, _, _) in zip(hats(optimizer), hats(other), before):
+        assert torch.allclose(one, two, rtol=1e-4) and (one < 0.8 * v).any()
 
 
 def test_a_skipped_first_step_leaves_zero_moments_at_zero() -> None:

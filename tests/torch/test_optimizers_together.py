@@ -318,7 +318,7 @@ def test_a_captured_optimizer_is_switched_without_a_look_at_the_device(kappa: fl
     for batch in (1, kappa, 1):
         optimizers.apply(plan(ROOT_RULE, batch), optimizer)
     assert all(now is held[name] for name, now in {"lr": group["lr"], **optimizer.state[parameter]}.items())
-    assert group["adabatch_second_moment"] == 1
+    assert group["adabatch_batch"] == 8
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="captured optimizers step on GPUs only")
